@@ -11,6 +11,7 @@ wrap modulo 2**64, and the masks below keep the 32 bits that are meant.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,24 +54,35 @@ def uniform(seed: int, purpose: str, *counter: int) -> float:
     return ((high << 21 | low >> 11) + 0.5) / 2**53
 
 
-def normal(key: tuple[int, int], c1: torch.Tensor, c2: torch.Tensor, c3: int, width: int) -> torch.Tensor:
-    """Standard normal values, fp32, of shape ``[*broadcast(c1, c2), width]``.
+def uniforms(key: tuple[int, int], c1: torch.Tensor, c2: torch.Tensor, c3: int, width: int) -> torch.Tensor:
+    """Uniform fp32 values in (0, 1] of shape ``[*broadcast(c1, c2), width]``.
 
-    ``c1`` and ``c2`` are int64 tensors that broadcast together (position and global sample, say) and ``c3`` one
-    integer (the step); the channel, in blocks of four, is the first counter word. Box-Muller on pairs of words.
+    ``c1`` and ``c2`` are int64 tensors that broadcast together (position and global sample, say) and ``c3`` is one
+    integer (the step); the channel, in blocks of four, is the first counter word.
     """
     import torch
 
     blocks = torch.arange((width + 3) // 4, dtype=torch.int64, device=c1.device)
     c1, c2 = torch.broadcast_tensors(c1, c2)
     shape = (*c1.shape, len(blocks))
-    counter = (blocks.expand(shape), c1[..., None].expand(shape), c2[..., None].expand(shape), torch.full_like(blocks, c3).expand(shape))
-    words = philox(counter, key)
-    u0, u1, u2, u3 = ((w.to(torch.float32) + 0.5) * 2.0**-32 for w in words)
-    turn = 2.0 * torch.pi
-    radius0, radius1 = torch.sqrt(-2.0 * torch.log(u0)), torch.sqrt(-2.0 * torch.log(u2))
-    values = torch.stack(
-        (radius0 * torch.cos(turn * u1), radius0 * torch.sin(turn * u1), radius1 * torch.cos(turn * u3), radius1 * torch.sin(turn * u3)),
-        dim=-1,
+    words = philox(
+        (blocks.expand(shape), c1[..., None].expand(shape), c2[..., None].expand(shape), torch.full_like(blocks, c3)), key
     )
-    return values.flatten(-2)[..., :width]
+    return torch.stack([(w.to(torch.float32) + 0.5) * 2.0**-32 for w in words], dim=-1).flatten(-2)[..., :width]
+
+
+def normals(key: tuple[int, int], c1: torch.Tensor, c2: torch.Tensor, c3: int, width: int) -> torch.Tensor:
+    """Standard normal fp32 values, counters as for :func:`uniforms` (Box-Muller on neighbouring channels)."""
+    import torch
+
+    pairs = uniforms(key, c1, c2, c3, width + width % 2).unflatten(-1, (-1, 2))
+    radius, angle = torch.sqrt(-2.0 * torch.log(pairs[..., 0])), 2.0 * torch.pi * pairs[..., 1]
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2)[..., :width]
+
+
+def truncated_normals(key: tuple[int, int], c1: torch.Tensor, c2: torch.Tensor, c3: int, width: int, cut: float) -> torch.Tensor:
+    """Normal fp32 values conditioned on lying within ``cut`` standard deviations, by the inverse distribution."""
+    import torch
+
+    inside = math.erf(cut / math.sqrt(2.0))
+    return math.sqrt(2.0) * torch.erfinv((2.0 * uniforms(key, c1, c2, c3, width) - 1.0) * inside)

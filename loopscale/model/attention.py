@@ -1,0 +1,90 @@
+"""Core attention of Megatron's layers: rotary positions, then scaled dot products within documents.
+
+S positions, B sequences, n query heads, g key/value heads, c head width. Megatron hands over [S, B, heads, c].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscale.model.inputs import Documents
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding: pair i of a head turns by position · base^(−2i/c) (Su et al. 2021).
+
+    ``turns`` complex64 [S, c/2]; ``interleaved`` pairs neighbours, else the two halves of a head.
+    """
+
+    turns: Tensor
+    interleaved: bool
+
+    @classmethod
+    def build(cls, length: int, width: int, base: float, interleaved: bool, device: torch.device) -> Rotary:
+        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+        angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
+        return cls(torch.polar(torch.ones_like(angles), angles).to(torch.complex64), interleaved)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turns ``x`` [S, B, heads, c]; fp32 inside."""
+        turns = self.turns[: x.shape[0], None, None]
+        if self.interleaved:
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = turns.real, turns.imag
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What every attention of a microbatch shares; travels through Megatron's layers as their attention mask."""
+
+    documents: Documents
+    rotary: Rotary | None
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ / √c) v, causal and within documents; flash kernels where a GPU has them."""
+
+    def __init__(self, config: Any, **_: Any):
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending, **_: Any) -> Tensor:
+        """[S, B, heads, c] to [S, B, n * c]."""
+        if attending.rotary is not None:
+            q, k = attending.rotary(q), attending.rotary(k)
+        out = _varlen(q, k, v, attending) if q.device.type == "cuda" and q.dtype != torch.float32 else _dense(q, k, v, attending)
+        return out.flatten(-2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
+    """The variable-length flash kernel: documents by their boundaries, no mask in memory."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    length, batch = q.shape[:2]
+    boundaries = attending.documents.boundaries
+    packed = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
+    out = varlen_attn(*packed, boundaries, boundaries, length, length, window_size=(-1, 0), enable_gqa=k.shape[2] != q.shape[2])
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (batch, length)).transpose(0, 1)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
+    """The fallback for CPUs and fp32: causal rows at once, and the few that hold several documents under a mask."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
+    whole, mixed = attending.documents.rows
+    if not len(mixed):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        causal = F.scaled_dot_product_attention(q[whole], k[whole], v[whole], is_causal=True, enable_gqa=grouped)
+        masked = F.scaled_dot_product_attention(q[mixed], k[mixed], v[mixed], attn_mask=attending.documents.mask.to(q.dtype), enable_gqa=grouped)
+        out = torch.cat((causal, masked))[torch.cat((whole, mixed)).argsort()]
+    return out.permute(2, 0, 1, 3)

@@ -1,0 +1,64 @@
+"""A microbatch as the model sees it.
+
+B sequences, S positions, n documents over all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin, for attention that stays within them.
+
+    ``boundaries`` int32 [n + 1]: cumulative lengths over the B * S tokens, sequence after sequence; every sequence
+    begins a document.
+    """
+
+    boundaries: Tensor
+    batch: int
+    length: int
+
+    @classmethod
+    def whole(cls, batch: int, length: int, device: torch.device | str = "cpu") -> Documents:
+        """Every sequence is one document."""
+        return cls(torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device), batch, length)
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Numbers of the sequences that hold one document, and of those that hold several; int64."""
+        starts = self.boundaries[:-1].long()
+        several = torch.zeros(self.batch, dtype=torch.bool, device=starts.device)
+        several[starts[starts % self.length != 0] // self.length] = True
+        return (~several).nonzero().squeeze(1), several.nonzero().squeeze(1)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What is added to the scores of the sequences that hold several documents: 0 or −inf, [rows, 1, S, S]."""
+        begins = torch.zeros(self.batch * self.length, dtype=torch.int64, device=self.boundaries.device)
+        begins[self.boundaries[:-1].long()] = 1
+        document = begins.view(self.batch, self.length)[self.rows[1]].cumsum(1)
+        seen = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens of a microbatch and what its computation is keyed by."""
+
+    tokens: Tensor
+    """int64 [B, S]."""
+    targets: Tensor
+    """int64 [B, S], -100 where nothing is scored."""
+    documents: Documents
+    samples: Tensor
+    """int64 [B], global sample numbers: they key the noise of the initial state."""
+    step: int = 0
+    """Optimizer step, another key of that noise."""
+    purpose: str = "state"
+    """What the noise is for: training and evaluation draw from different streams."""

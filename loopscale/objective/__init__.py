@@ -1,0 +1,1 @@
+"""What is minimised: which exits are supervised, and their cross entropy."""

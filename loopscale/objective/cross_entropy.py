@@ -1,0 +1,69 @@
+"""Cross entropy of a linear head without ever holding all logits.
+
+N tokens, d width, V vocabulary. A chunk's logits [n, V] are turned into their own gradient in place as soon as they
+exist, so the head costs its three matrix products (logits, state gradient, weight gradient) and nothing is
+recomputed; the memory is one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""Target of a position that is not scored."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        needs_states, needs_weight = ctx.needs_input_grad[:2]
+        compute_weight = weight.to(states.dtype)
+        losses = torch.empty(len(targets), dtype=torch.float32, device=states.device)
+        d_states = torch.empty_like(states) if needs_states else None
+        d_weight = torch.zeros_like(weight) if needs_weight else None
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logits = (states[part] @ compute_weight.t()).float()
+            scored = (targets[part] != IGNORED)[:, None]
+            index = targets[part].clamp(min=0)[:, None]
+            top = logits.amax(dim=-1, keepdim=True)
+            target_logit = logits.gather(1, index)
+            exponentials = logits.sub_(top).exp_()
+            total = exponentials.sum(dim=-1, keepdim=True)
+            losses[part] = ((total.log() + top - target_logit) * scored).squeeze(1)
+            if d_states is None and d_weight is None:
+                continue
+            d_logits = exponentials.mul_(scored / total)
+            d_logits.scatter_add_(1, index, -scored.to(d_logits.dtype))
+            d_logits = d_logits.to(states.dtype)
+            if d_states is not None:
+                torch.mm(d_logits, compute_weight, out=d_states[part])
+            if d_weight is not None and states.dtype == weight.dtype:
+                d_weight.addmm_(d_logits.t(), states[part])
+            elif d_weight is not None:
+                d_weight.add_(d_logits.t() @ states[part])
+        ctx.save_for_backward(d_states, d_weight)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_sum: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        d_states, d_weight = ctx.saved_tensors
+        return None if d_states is None else d_states.mul_(d_sum), None if d_weight is None else d_weight.mul_(d_sum), None, None
+
+
+def linear_cross_entropy(states: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Σ over scored tokens of −log softmax(weight · state)[target], in nats, and each token's share of it.
+
+    ``states`` [N, d] in the compute type, ``weight`` [V, d] fp32 (cast to the compute type here, so that its gradient
+    is fp32), ``targets`` [N] int64 with :data:`IGNORED` where not scored; at most ``chunk`` rows of logits exist at
+    once. Returns the sum (fp32 scalar with gradient) and the losses [N] (without gradient, 0 where not scored). The
+    backward may run once.
+    """
+    total, losses = _LinearCrossEntropy.apply(states, weight, targets, chunk)
+    return total, losses
