@@ -1,0 +1,1 @@
+"""What a state does as it loops."""
