@@ -39,7 +39,7 @@ def world_from_environment() -> tuple[int, int]:
 def start(parallel: ParallelConfig) -> Mesh:
     """Joins the process group and builds Megatron's groups; a second call in one process returns the same mesh.
 
-    NCCL where there is a GPU, else gloo. A single process needs no address: its store lives in memory. Raises
+    NCCL for tensors on a GPU, gloo for those on the CPU (the fp64 sums of a step). A single process needs no address: its store lives in memory. Raises
     :class:`ClusterError` when the other ranks cannot be reached.
     """
     from megatron.core import parallel_state
@@ -50,7 +50,7 @@ def start(parallel: ParallelConfig) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=parallel.timeout)
         try:
             if world == 1:

@@ -75,8 +75,7 @@ class _Run(Generic[InputsT]):
         self.stage, self.tasks, self.recompute, self.forward_only, self.observe = stage, tasks, recompute, forward_only, observe
         self.losses: list[dict[int, Tensor]] = [{} for _ in tasks]
         self.feeds: dict[int, tuple[Feed, Feed]] = {}  # with graph, and as leaves
-        self.states: dict[tuple[int, int], Tensor] = {}  # after a visit, until its exit and the next visit have run
-        self.taken: dict[tuple[int, int], set[Kind]] = {}
+        self.states: dict[int, Tensor] = {}  # after the last visit; its exit runs before the next one
         self.segments: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}  # a visit's input leaf and output
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of the state after a visit
 
@@ -99,7 +98,7 @@ class _Run(Generic[InputsT]):
         self.feeds[m] = feed, tuple(t.detach().requires_grad_(t.requires_grad) for t in feed)
 
     def visit(self, m: int, r: int) -> None:
-        task, before = self.tasks[m], self.take_state(m, r - 1, Kind.VISIT) if r > 1 else None
+        task, before = self.tasks[m], self.states.get(m)
         first = task.work.depth - task.work.gradient_visits + 1
         differentiated = r >= first and not self.forward_only
         leaf = None if before is None else before.detach().requires_grad_(differentiated and r > first)
@@ -107,36 +106,29 @@ class _Run(Generic[InputsT]):
             after = self.stage.visit(task.inputs, self.feeds[m][1], leaf)
         if differentiated:
             self.segments[m, r] = leaf, None if self.recompute else after
-        self.states[m, r] = after.detach()
+        self.states[m] = after.detach()
         if self.observe is not None:
-            self.observe(m, r, before, self.states[m, r])
+            self.observe(m, r, before, self.states[m])
         if self.forward_only and r == task.work.depth:
             del self.feeds[m]
 
     def exit(self, m: int, r: int) -> None:
         task = self.tasks[m]
-        state = self.take_state(m, r, Kind.EXIT).detach().requires_grad_(not self.forward_only)
+        state = self.states[m].detach().requires_grad_(not self.forward_only)
         with torch.set_grad_enabled(not self.forward_only):
             total, self.losses[m][r] = self.stage.exit(task.inputs, state)
         if not self.forward_only:
-            (total * task.scales[r]).backward()
+            (total * task.scales[r]).backward()  # type: ignore[no-untyped-call]
             self.collect(m, r, state.grad)
-
-    def take_state(self, m: int, r: int, by: Kind) -> Tensor:
-        """The state after visit ``r``; forgotten once its exit and the next visit have both taken it."""
-        state, work = self.states[m, r], self.tasks[m].work
-        self.taken.setdefault((m, r), set()).add(by)
-        takers = ({Kind.VISIT} if r < work.depth else set()) | ({Kind.EXIT} if r in work.exits else set())
-        if self.taken[m, r] == takers:
-            del self.states[m, r], self.taken[m, r]
-        return state
+        if r == task.work.depth:
+            del self.states[m]
 
     def visit_backward(self, m: int, r: int) -> None:
         leaf, after = self.segments.pop((m, r))
         if after is None:
             with torch.enable_grad():
                 after = self.stage.visit(self.tasks[m].inputs, self.feeds[m][1], leaf)
-        after.backward(self.gradients.pop((m, r)))
+        after.backward(self.gradients.pop((m, r)))  # type: ignore[no-untyped-call]
         if leaf is not None and leaf.requires_grad:
             self.collect(m, r - 1, leaf.grad)
 

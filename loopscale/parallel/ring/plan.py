@@ -5,18 +5,22 @@ home, once per visit; gradients take the same way backwards. Home also runs what
 (part of its share of a visit) and the exits. Microbatches may have different depths; one enters when a slot is free and
 leaves after its last operation, so the ring does not drain between loops or microbatches (design §5).
 
+One microbatch is a chain: every operation waits for the one before it, on whatever stage that ran. An exit comes before
+the next visit although the visit does not need it, so that home keeps one state per microbatch and decodes what it has.
+
 Everything here is a pure function of its arguments: all ranks compute the same plan and compare :meth:`Plan.digest`.
 Times are in whatever unit the costs are in; messages are taken to cost nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import heapq
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -135,46 +139,36 @@ class Plan:
     makespan: float
 
     def needs(self, stage: int, operation: Operation) -> Message | None:
-        """The message that ``operation`` on ``stage`` waits for; None when its inputs arise on its own stage.
+        """The message that ``operation`` on ``stage`` waits for; None when its inputs arose on its own stage.
 
-        With one stage the answer names what the stage hands to itself. Home's visit r + 1 and exit r need the same
-        STATE r: whichever runs first must keep it for the other.
+        Each message is needed by one operation: where visit r has an exit, the exit takes STATE r and home's visit
+        r + 1 finds it there. With one stage the answer names what the stage hands to itself.
         """
-        kind, microbatch, visit = operation
-        match kind:
-            case Kind.VISIT if stage == 0:
-                return Message(MessageKind.STATE, microbatch, visit - 1) if visit > 1 else None
-            case Kind.VISIT | Kind.EXIT:
-                return Message(MessageKind.STATE, microbatch, visit)
-            case Kind.VISIT_BACKWARD:
-                return Message(MessageKind.GRADIENT, microbatch, visit)
-            case _:
-                return None
+        kind, m, visit = operation
+        if kind is Kind.VISIT and stage == 0:
+            taken = visit == 1 or visit - 1 in self.work[m].exits
+            return None if taken else Message(MessageKind.STATE, m, visit - 1)
+        if kind in (Kind.VISIT, Kind.EXIT):
+            return Message(MessageKind.STATE, m, visit)
+        return Message(MessageKind.GRADIENT, m, visit) if kind is Kind.VISIT_BACKWARD else None
 
-    def releases(self, stage: int) -> tuple[Message | None, ...]:
-        """For each operation of ``stage`` the message that it makes ready to send, or None.
+    def releases(self, stage: int, operation: Operation) -> Message | None:
+        """The message that ``operation`` on ``stage`` makes ready to send, or None.
 
-        Home adds up the gradient by the state after visit r from exit r and from the backward of visit r + 1, so the
-        later of the two releases it. With one stage the answer names what the stage hands to itself.
+        Home adds up the gradient by the state after visit r from exit r and from the backward of visit r + 1. The latter
+        runs later, so it releases the sum; the last visit's gradient comes from its exit alone.
         """
-        released: list[Message | None] = []
-        half_done: set[tuple[int, int]] = set()  # gradients of which home has one of two parts
-        for kind, microbatch, visit in self.operations[stage]:
-            message: Message | None = None
-            if kind is Kind.VISIT:
-                message = Message(MessageKind.STATE, microbatch, visit)
-            elif kind is Kind.VISIT_BACKWARD and stage > 0:
-                message = Message(MessageKind.GRADIENT, microbatch, visit)
-            elif kind in (Kind.EXIT, Kind.VISIT_BACKWARD) and not self.forward_only:
-                work = self.work[microbatch]
-                state = visit if kind is Kind.EXIT else visit - 1
-                has_two_parts = state in work.exits and state < work.depth
-                if has_two_parts and (microbatch, state) not in half_done:
-                    half_done.add((microbatch, state))
-                elif state > work.depth - work.gradient_visits:
-                    message = Message(MessageKind.GRADIENT, microbatch, state)
-            released.append(message)
-        return tuple(released)
+        kind, m, visit = operation
+        work = self.work[m]
+        if kind is Kind.VISIT:
+            return Message(MessageKind.STATE, m, visit)
+        if kind is Kind.VISIT_BACKWARD and stage > 0:
+            return Message(MessageKind.GRADIENT, m, visit)
+        if kind is Kind.VISIT_BACKWARD and visit - 1 > work.depth - work.gradient_visits:
+            return Message(MessageKind.GRADIENT, m, visit - 1)
+        if kind is Kind.EXIT and visit == work.depth and not self.forward_only:
+            return Message(MessageKind.GRADIENT, m, visit)
+        return None
 
     def messages(self, stage: int) -> Messages:
         """All that ``stage`` sends and receives, in order; nothing travels when there is one stage."""
@@ -198,7 +192,8 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _sent(self, stage: int, kind: MessageKind) -> tuple[Message, ...]:
-        return tuple(message for message in self.releases(stage) if message is not None and message.kind is kind)
+        released = (self.releases(stage, operation) for operation in self.operations[stage])
+        return tuple(message for message in released if message is not None and message.kind is kind)
 
 
 def plan(
@@ -215,22 +210,22 @@ def plan(
     ``in_flight`` of them are (default: 2 per stage). That caps the visits whose activations a stage keeps at
     ``in_flight`` times the largest gradient depth.
 
-    Several list schedules are tried, from the one that keeps the fewest activations on, until one comes within 1% of
-    the lower bound; else the shortest is taken. Raises UsageError for work, costs or limits that cannot be.
+    Several schedules are tried, from the one that keeps the fewest activations on, until one comes within 1% of the
+    lower bound; else the shortest is taken. Raises UsageError for work, costs or limits that cannot be.
     """
     in_flight = 2 * stages if in_flight is None else in_flight
     costs = Costs.even(stages) if costs is None else costs
     _check(stages, work, in_flight, costs, forward_only)
-    graph = _Graph(stages, work, costs, forward_only)
+    steps = _Steps(stages, work, costs, forward_only)
     enough = 1.01 * _lower_bound(stages, work, costs, forward_only)
     makespan, order = math.inf, list[list[int]]()
-    for rule in _RULES:
-        candidate, candidate_order = _schedule(graph, in_flight, rule)
-        if candidate < makespan:
-            makespan, order = candidate, candidate_order
+    for rule in (*_RULES, None):
+        candidate = _thread(steps, in_flight) if rule is None else _list_schedule(steps, in_flight, rule)
+        if candidate[0] < makespan:
+            makespan, order = candidate
         if makespan <= enough:
             break
-    operations = tuple(tuple(graph.operation[node] for node in nodes) for nodes in order)
+    operations = tuple(tuple(steps.operation[node] for node in nodes) for nodes in order)
     return Plan(stages, tuple(work), in_flight, forward_only, costs, operations, makespan)
 
 
@@ -262,7 +257,7 @@ def _lower_bound(stages: int, work: Sequence[Work], costs: Costs, forward_only: 
     backwards = 0 if forward_only else sum(w.gradient_visits for w in work)
     prelude_backward = 0.0 if forward_only else costs.prelude_backward
     home_only = len(work) * (costs.prelude + prelude_backward) + sum(len(w.exits) for w in work) * costs.exit
-    bound = max(_chain(w, costs, forward_only) for w in work)
+    bound = max(_alone(w, costs, forward_only) for w in work)
     for s in range(stages):
         busy = visits * costs.visit[s] + backwards * costs.visit_backward[s]
         if s == 0:
@@ -274,116 +269,95 @@ def _lower_bound(stages: int, work: Sequence[Work], costs: Costs, forward_only: 
     return bound
 
 
-def _chain(work: Work, costs: Costs, forward_only: bool) -> float:
-    """Time of one microbatch alone. Exits before the last run beside the chain, never on it."""
+def _alone(work: Work, costs: Costs, forward_only: bool) -> float:
+    """Time of one microbatch alone, less its exits before the last: those need not delay it."""
     forward = costs.prelude + work.depth * sum(costs.visit) + costs.exit
     return forward if forward_only else forward + work.gradient_visits * sum(costs.visit_backward) + costs.prelude_backward
 
 
-class _Graph:
-    """All operations of all stages as numbered nodes with what they wait for.
+def _chain(stages: int, m: int, work: Work, forward_only: bool) -> Iterator[tuple[Operation, int]]:
+    """All operations of microbatch ``m``, each with its stage and each waiting for the one before."""
+    yield Operation(Kind.PRELUDE, m, 0), 0
+    for r in range(1, work.depth + 1):
+        yield from zip(itertools.repeat(Operation(Kind.VISIT, m, r)), range(stages))
+        if r in work.exits:
+            yield Operation(Kind.EXIT, m, r), 0
+    if not forward_only:
+        for r in range(work.depth, work.depth - work.gradient_visits, -1):
+            yield from zip(itertools.repeat(Operation(Kind.VISIT_BACKWARD, m, r)), reversed(range(stages)))
+        yield Operation(Kind.PRELUDE_BACKWARD, m, 0), 0
 
-    ``operation``, ``stage``, ``cost`` have one entry per node; ``tail`` is the longest time from a node's start to its
-    microbatch's end; ``waits`` counts what must finish before, and ``next`` lists what waits for it. ``place`` ranks
-    the node's microbatch, longest chain first: the order in which microbatches enter. Starting the long ones early is
-    what keeps the end of the step short. ``entries`` are the preludes in that order. A microbatch gives its slot back
-    when all of its nodes in ``closes`` are done; ``closing`` counts them per place.
+
+class _Steps:
+    """All chains, one after the other, as numbered steps: a step waits for the one numbered before it in its chain.
+
+    Chains are in the order in which microbatches enter, longest first: starting the long ones early is what keeps the
+    end of the optimizer step short. ``chains`` holds their ranges of numbers; the lists have one entry per step:
+    ``operation``, ``stage``, ``cost``, ``place`` (which chain) and ``tail`` (time from its start to the chain's end).
     """
 
     def __init__(self, stages: int, work: Sequence[Work], costs: Costs, forward_only: bool):
-        self.stages, self.costs = stages, costs
+        self.stages = stages
         self.operation: list[Operation] = []
         self.stage: list[int] = []
         self.cost: list[float] = []
         self.place: list[int] = []
-        self.waits: list[int] = []
-        self.next: list[list[int]] = []
-        self.entries: list[int] = []
-        self.closes: set[int] = set()
-        self.closing: list[int] = []
-        longest_first = sorted(range(len(work)), key=lambda m: (-_chain(work[m], costs, forward_only), m))
+        self.tail: list[float] = []
+        self.chains: list[range] = []
+        longest_first = sorted(range(len(work)), key=lambda m: (-_alone(work[m], costs, forward_only), m))
         for place, m in enumerate(longest_first):
-            self._add_microbatch(place, m, work[m], forward_only)
-        self.tail = self.cost.copy()
-        for node in reversed(range(len(self.cost))):  # nodes are numbered after all that they wait for
-            self.tail[node] += max((self.tail[n] for n in self.next[node]), default=0.0)
-
-    def _add_microbatch(self, place: int, m: int, work: Work, forward_only: bool) -> None:
-        ring = range(self.stages)
-        node = self._add(Operation(Kind.PRELUDE, m, 0), 0, place)
-        self.entries.append(node)
-        exits = {}
-        for r in range(1, work.depth + 1):
-            visit = Operation(Kind.VISIT, m, r)
-            for s in ring:
-                node = self._add(visit, s, place, node)
-            if r in work.exits:
-                exits[r] = self._add(Operation(Kind.EXIT, m, r), 0, place, node)
-        if forward_only:
-            closing = list(exits.values())
-        else:
-            node = exits.pop(work.depth)
-            for r in range(work.depth, work.depth - work.gradient_visits, -1):
-                backward = Operation(Kind.VISIT_BACKWARD, m, r)
-                for s in reversed(ring):
-                    also = (exits[r],) if s == self.stages - 1 and r in exits else ()
-                    node = self._add(backward, s, place, node, *also)
-            closing = [self._add(Operation(Kind.PRELUDE_BACKWARD, m, 0), 0, place, node)]
-        self.closes.update(closing)
-        self.closing.append(len(closing))
-
-    def _add(self, operation: Operation, stage: int, place: int, *after: int) -> int:
-        node = len(self.operation)
-        self.operation.append(operation)
-        self.stage.append(stage)
-        self.cost.append(self.costs.of(operation, stage))
-        self.place.append(place)
-        self.waits.append(len(after))
-        self.next.append([])
-        for earlier in after:
-            self.next[earlier].append(node)
-        return node
+            start = len(self.cost)
+            for operation, stage in _chain(stages, m, work[m], forward_only):
+                self.operation.append(operation)
+                self.stage.append(stage)
+                self.cost.append(costs.of(operation, stage))
+            chain = range(start, len(self.cost))
+            self.chains.append(chain)
+            self.place.extend([place] * len(chain))
+            self.tail.extend(reversed(list(itertools.accumulate(self.cost[node] for node in reversed(chain)))))
 
 
 class _Rule(NamedTuple):
-    """How a stage chooses among operations that are ready: the one that is due first.
+    """How a stage of a list schedule chooses among steps that are ready: the one that is due first.
 
-    A microbatch is due ``spacing`` after the one that entered before it, and an operation is due that long before its
-    microbatch is as the rest of its chain takes. Equal due dates for all (spacing 0) would let the whole ring fall idle
-    together, with all slots freed at once; wide spacing finishes one microbatch after the other and keeps few
-    activations. ``hold`` puts off exits and backwards, so that long microbatches get ahead in their forward visits. Both
-    are in units of one microbatch's mean work on one stage.
+    A microbatch is due ``spacing`` after the one that entered before it, and a step is due as long before that as the
+    rest of its chain takes. Equal due dates (spacing 0) let all slots come free at once, late, with nothing left to fill
+    the ring meanwhile; wide spacing finishes one microbatch after the other and keeps few activations. ``hold`` puts off
+    exits and backwards, so that long microbatches get ahead in their forward visits. The unit of both is one
+    microbatch's mean work on one stage.
     """
 
     spacing: float
     hold: float
 
 
-# From the fewest kept activations to the most. The first one orders strictly by microbatch: with one stage, where every
-# order takes equally long, it is always taken. The others were chosen on log-normal Poisson depths of mean 5
-# (tools/study_ring_plan.py): the second is within 2% when there are 4 microbatches per stage, the rest serve 2 per stage.
-_RULES = (_Rule(1e6, 0.0), _Rule(0.2, 0.0), _Rule(0.12, 2.0), _Rule(0.0, 2.0), _Rule(0.0, 4.0))
+# From the fewest kept activations to the most. The first orders strictly by microbatch: with one stage, where every order
+# takes equally long, it is always taken. The others were found on log-normal Poisson depths of mean 5
+# (tools/study_ring_plan.py): the second comes within 2% at 4 microbatches per stage, the others serve 2 per stage.
+_RULES = (_Rule(1e6, 0.0), _Rule(0.2, 0.0), _Rule(0.12, 2.0), _Rule(0.0, 4.0))
 
 
-def _schedule(graph: _Graph, in_flight: int, rule: _Rule) -> tuple[float, list[list[int]]]:
-    """Makespan and nodes per stage, in order, when no stage idles while one of its operations is ready."""
-    unit = sum(graph.cost) / (graph.stages * len(graph.entries))
+def _list_schedule(steps: _Steps, in_flight: int, rule: _Rule) -> tuple[float, list[list[int]]]:
+    """Makespan and each stage's steps in order, when no stage idles while one of its steps is ready."""
+    unit = sum(steps.cost) / (steps.stages * len(steps.chains))
 
-    def due(node: int) -> tuple[float, int, int]:
-        held = rule.hold if graph.operation[node].kind not in (Kind.PRELUDE, Kind.VISIT) else 0.0
-        return (rule.spacing * graph.place[node] + held) * unit - graph.tail[node], graph.place[node], node
+    def due(node: int) -> tuple[float, int]:
+        held = rule.hold if steps.operation[node].kind not in (Kind.PRELUDE, Kind.VISIT) else 0.0
+        return (rule.spacing * steps.place[node] + held) * unit - steps.tail[node], node
 
-    by_due = sorted(range(len(graph.operation)), key=due)
+    by_due = sorted(range(len(steps.cost)), key=due)
     rank = [0] * len(by_due)
     for position, node in enumerate(by_due):
         rank[node] = position
 
-    waits, closing, waiting = graph.waits.copy(), graph.closing.copy(), iter(graph.entries[in_flight:])
-    ready: list[list[int]] = [[] for _ in range(graph.stages)]  # per stage a heap of ranks
-    ready[0] = sorted(rank[node] for node in graph.entries[:in_flight])
-    busy = [False] * graph.stages
-    running: list[tuple[float, int]] = []  # heap of (end, node)
-    order: list[list[int]] = [[] for _ in range(graph.stages)]
+    last = {chain[-1] for chain in steps.chains}
+    entries = [chain[0] for chain in steps.chains]
+    waiting = iter(entries[in_flight:])
+    ready: list[list[int]] = [[] for _ in range(steps.stages)]  # per stage a heap of ranks
+    ready[0] = sorted(rank[node] for node in entries[:in_flight])
+    busy = [False] * steps.stages
+    running: list[tuple[float, int]] = []  # heap of (end, step)
+    order: list[list[int]] = [[] for _ in range(steps.stages)]
     now, changed = 0.0, {0}
     while True:
         for s in changed:
@@ -391,23 +365,41 @@ def _schedule(graph: _Graph, in_flight: int, rule: _Rule) -> tuple[float, list[l
                 node = by_due[heapq.heappop(ready[s])]
                 busy[s] = True
                 order[s].append(node)
-                heapq.heappush(running, (now + graph.cost[node], node))
+                heapq.heappush(running, (now + steps.cost[node], node))
         if not running:
             return now, order
         now, changed = running[0][0], set()
         while running and running[0][0] == now:  # all that end together, before any stage chooses
             node = heapq.heappop(running)[1]
-            freed = []
-            for follower in graph.next[node]:
-                waits[follower] -= 1
-                if waits[follower] == 0:
-                    freed.append(follower)
-            if node in graph.closes:
-                closing[graph.place[node]] -= 1
-                if closing[graph.place[node]] == 0:
-                    freed.extend(itertools.islice(waiting, 1))
-            busy[graph.stage[node]] = False
-            changed.add(graph.stage[node])
-            for follower in freed:
-                heapq.heappush(ready[graph.stage[follower]], rank[follower])
-                changed.add(graph.stage[follower])
+            busy[steps.stage[node]] = False
+            changed.add(steps.stage[node])
+            follower = next(waiting, None) if node in last else node + 1
+            if follower is not None:
+                heapq.heappush(ready[steps.stage[follower]], rank[follower])
+                changed.add(steps.stage[follower])
+
+
+def _thread(steps: _Steps, in_flight: int) -> tuple[float, list[list[int]]]:
+    """Makespan and each stage's steps in order, when chains are laid whole, one by one, into the gaps left before them.
+
+    A stage may idle here although a step is ready, so the longest microbatch never waits for a shorter one. That is
+    what counts when its chain alone takes about as long as the heaviest stage's work.
+    """
+    starts: list[list[float]] = [[] for _ in range(steps.stages)]
+    ends: list[list[float]] = [[] for _ in range(steps.stages)]
+    order: list[list[int]] = [[] for _ in range(steps.stages)]
+    slots = [0.0] * in_flight  # heap of the times at which slots come free
+    for chain in steps.chains:
+        now = heapq.heappop(slots)
+        for node in chain:
+            s, cost = steps.stage[node], steps.cost[node]
+            gap = bisect.bisect_right(ends[s], now)
+            while gap < len(ends[s]) and starts[s][gap] < now + cost:
+                now = max(now, ends[s][gap])
+                gap += 1
+            starts[s].insert(gap, now)
+            now += cost
+            ends[s].insert(gap, now)
+            order[s].insert(gap, node)
+        heapq.heappush(slots, now)
+    return max(slots), order
