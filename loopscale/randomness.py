@@ -48,10 +48,10 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def uniform(seed: int, purpose: str, *counter: int) -> float:
-    """One float in (0, 1), 53 bits fine, keyed by (seed, purpose) and up to four counters below 2**32."""
+    """One float in (0, 1), 52 bits fine, keyed by (seed, purpose) and up to four counters below 2**32."""
     words: list[int] = [*counter, 0, 0, 0, 0][:4]
     low, high, _, _ = philox((words[0], words[1], words[2], words[3]), stream_key(seed, purpose))
-    return ((high << 21 | low >> 11) + 0.5) / 2**53
+    return ((high << 20 | low >> 12) + 0.5) / 2**52
 
 
 def uniforms(key: tuple[int, int], c1: torch.Tensor, c2: torch.Tensor, c3: int, width: int) -> torch.Tensor:

@@ -101,7 +101,9 @@ def loss(
     valid = (targets != IGNORED).sum()
     supervised = gradient_visits if objective == "per_loop" else 1
     visits = forward(parameters, spec, tokens, documents, h0, depth, gradient_visits)[-supervised:]
-    sums = [F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum") for _, _, logits in visits]
+    sums = [
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum") for _, _, logits in visits
+    ]
     return torch.stack(sums).mean() / valid
 
 

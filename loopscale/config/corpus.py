@@ -21,7 +21,8 @@ class SourceConfig(Section):
     text_field: str = "text"
     """Field or column that holds the text."""
     weight: PositiveFloat | None = None
-    """Share of this source in the mixture, relative to the other weights; unset on all: every document once."""
+    """Share of this source in the training split's bytes, relative to the other weights: its documents are left out or
+    repeated by keyed draws, never held-out ones. Unset on all: every document once."""
 
 
 class TokenizerConfig(Section):

@@ -45,6 +45,8 @@ class CorpusConfig(Section):
     """Sequences shuffled together: neighbouring shards are mixed in blocks of this many sequences."""
     verify: bool = True
     """Check the digest of every shard before it is first read."""
+    accept_change: bool = False
+    """Resume although the corpus is not the one that the checkpoint was trained on."""
 
 
 class ModelConfig(Section):

@@ -28,8 +28,8 @@ class Counts:
     core: int
 
     def effective(self, depth: int) -> int:
-        """Non-embedding parameters of the dense model with the same products at ``depth`` visits."""
-        return self.total - self.embedding + (depth - 1) * self.core
+        """Parameters of the unrolled model: every visit counted as a core of its own."""
+        return self.total + (depth - 1) * self.core
 
 
 def count(model: ModelConfig, max_positions: int) -> Counts:

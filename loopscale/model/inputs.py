@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from loopscale.corpus.batches import Microbatch
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -62,3 +64,16 @@ class Inputs:
     """Optimizer step, another key of that noise."""
     purpose: str = "state"
     """What the noise is for: training and evaluation draw from different streams."""
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, device: torch.device, step: int = 0, purpose: str = "state") -> Inputs:
+        """A microbatch of the corpus, on ``device``."""
+        batch, length = microbatch.targets.shape
+        return cls(
+            microbatch.inputs.to(device, non_blocking=True),
+            microbatch.targets.to(device, non_blocking=True),
+            Documents(microbatch.cu_seqlens.to(device, non_blocking=True), batch, length),
+            microbatch.samples.to(device, non_blocking=True),
+            step,
+            purpose,
+        )

@@ -40,6 +40,7 @@ class LoopedStage(nn.Module):
         compute: torch.dtype = torch.float32,
         loss_chunk: int = 1024,
         device: torch.device | str = "cpu",
+        initialise: bool = True,
     ):
         super().__init__()
         self.model, self.seed, self.compute, self.loss_chunk, self.max_positions = model, seed, compute, loss_chunk, max_positions
@@ -59,7 +60,8 @@ class LoopedStage(nn.Module):
         if model.positions == "rope":
             self.rotary = Rotary.build(max_positions, model.head_width, model.rope_base, model.rope_interleaved, torch.device(device))
         self._table = holders(model, max_positions)
-        self.initialise()
+        if initialise:
+            self.initialise()
 
     # ---- weights under their global names
 

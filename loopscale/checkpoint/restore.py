@@ -1,0 +1,69 @@
+"""A model out of a checkpoint, to be used rather than trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from loopscale.checkpoint import commit, store
+from loopscale.config import Config, load
+from loopscale.errors import UsageError
+from loopscale.model.stage import LoopedStage
+from loopscale.parallel import mesh
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A verified checkpoint's model, fp32, without gradients."""
+
+    checkpoint: Path
+    config: Config
+    stage: LoopedStage
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The run it belongs to, if it lies in one."""
+        parent = self.checkpoint.parent
+        return parent.parent if parent.name == "checkpoints" else None
+
+    def tokenizer(self) -> tuple[Tokenizer, int]:
+        """The tokenizer and the id of the token that ends a document."""
+        from loopscale.corpus.tokenizer import end_of_text, load_tokenizer
+
+        path = self.checkpoint / "tokenizer.json"
+        tokenizer = load_tokenizer(path)
+        return tokenizer, end_of_text(tokenizer, path)
+
+
+def restore(path: Path) -> Restored:
+    """The checkpoint at ``path``, or the newest whole one of the run at ``path``.
+
+    Raises :class:`UsageError` when there is none, :class:`CheckpointError` when it is damaged.
+    """
+    checkpoint = _find(path)
+    config = load(Config, checkpoint / "config.yaml").config
+    place = mesh.start(config.parallel)
+    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, device=place.device, initialise=False)
+    tensors = store.load_tensors(checkpoint, {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights})
+    with torch.no_grad():
+        for holder, parameter in stage.held():
+            parameter.copy_(holder.join({w.name: tensors[f"weight/{w.name}"] for w in holder.weights}))
+    return Restored(checkpoint, config, stage.requires_grad_(False))
+
+
+def _find(path: Path) -> Path:
+    if (path / commit.MANIFEST).is_file() and (path / "state.json").is_file():
+        commit.verify(path)
+        return path
+    if (path / "checkpoints").is_dir():
+        checkpoint, passed_over = store.newest_whole(path / "checkpoints", "fall_back")
+        if checkpoint is not None:
+            return checkpoint
+        raise UsageError(f"{path} has no whole checkpoint yet" + "".join(f"; {s}" for s in passed_over))
+    raise UsageError(f"{path} is neither a run folder nor a checkpoint (runs/NAME or runs/NAME/checkpoints/step-N)")

@@ -1,0 +1,129 @@
+"""Saving and loading a run's state by global names, with torch.distributed.checkpoint.
+
+A checkpoint folder holds ``tensors/`` (fp32 weights and both Adam moments, each under ``kind/global.name`` with its
+global shape), ``state.json`` (counters and whatever else the run needs to go on), ``config.yaml`` and ``tokenizer.json``
+(so that it can be used alone), and the manifest of ``commit.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loopscale.checkpoint import commit
+from loopscale.errors import CheckpointError
+
+Tensors = Mapping[str, Tensor]
+
+
+def save(
+    checkpoints: Path,
+    step: int,
+    tensors: Tensors,
+    state: Mapping[str, Any],
+    files: Mapping[str, str | bytes],
+    *,
+    interrupt: Callable[[str], None] | None = None,
+) -> Path:
+    """Commits a checkpoint of ``step``; every rank calls it, with the same whole ``tensors``.
+
+    Raises :class:`CheckpointError` on every rank alike when any of them fails, a full disk say; what was committed
+    before stays. ``interrupt`` is told the stage of the protocol that has just ended (tests kill there).
+    """
+    import torch.distributed.checkpoint as dcp
+
+    notify = interrupt or (lambda stage: None)
+    place = commit.folder(checkpoints, step).with_name(f"step-{step}.writing")
+    _on_main(lambda: commit.begin(checkpoints, step), f"checkpoint of step {step} could not be begun")
+    notify("begun")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    try:
+        dcp.save(dict(tensors), checkpoint_id=place / "tensors")
+    except dcp.api.CheckpointException as error:  # of BaseException; raised on every rank
+        raise CheckpointError(f"checkpoint of step {step} could not be written: {_first(error)}") from None
+    notify("tensors")
+
+    def finish() -> None:
+        (place / "state.json").write_text(json.dumps(state, indent=1))
+        for name, content in files.items():
+            (place / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        notify("written")
+        commit.commit(place)
+        notify("committed")
+
+    _on_main(finish, f"checkpoint of step {step} could not be committed")
+    return commit.folder(checkpoints, step)
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The counters of a verified checkpoint."""
+    return json.loads((checkpoint / "state.json").read_text())  # type: ignore[no-any-return]
+
+
+def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors named by ``shapes``, whole, fp32, on the CPU.
+
+    Raises :class:`CheckpointError` that lists every name that is missing and every shape that differs.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(checkpoint / "tensors")
+    stored = {name: tuple(m.size) for name, m in reader.read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{n} has shape {list(stored[n])}, the model {list(s)}" for n, s in shapes.items() if n in stored and stored[n] != s]
+    kinds = {name.split("/")[0] for name in shapes}
+    problems += [f"{name} is not in the model" for name in stored if name.split("/")[0] in kinds and name not in shapes]
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise CheckpointError(f"checkpoint {checkpoint} does not fit the model: {shown}")
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"checkpoint {checkpoint} could not be read: {_first(error)}") from None
+    return tensors
+
+
+def newest_whole(checkpoints: Path, on_damage: str) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that passes verification, and a sentence for each one passed over.
+
+    With ``on_damage`` "stop" the first damaged one raises instead.
+    """
+    passed_over = []
+    for checkpoint in commit.committed(checkpoints):
+        try:
+            commit.verify(checkpoint)
+        except CheckpointError as error:
+            if on_damage == "stop":
+                raise
+            passed_over.append(str(error))
+        else:
+            return checkpoint, passed_over
+    return None, passed_over
+
+
+def _on_main(action: Callable[[], object], failure: str) -> None:
+    """Runs ``action`` on rank 0 and waits for it; its failure is raised on every rank."""
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = [f"{failure}: {error}"]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])
+
+
+def _first(error: BaseException) -> str:
+    failures = getattr(error, "failures", {})
+    rank, (cause, _) = next(iter(failures.items())) if failures else (0, (error, None))
+    return f"rank {rank}: {cause}"

@@ -1,0 +1,59 @@
+"""The configuration tree in words: every key for ``--keys``, a JSON schema for editors, values with their origins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from loopscale.config.load import Loaded, Tree, describe_type
+
+
+def describe_keys(tree: type[BaseModel]) -> str:
+    """Every key with its type, its default and what it means."""
+    return "\n".join(_describe(tree, ""))
+
+
+def _describe(tree: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in tree.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from ["", f"{prefix}{name}:", *_describe(field.annotation, f"{prefix}{name}.")]
+            continue
+        default = "must be given" if field.default is PydanticUndefined else f"default {_scalar(field.default)}"
+        yield f"  {prefix}{name}   {describe_type(field.annotation, field.metadata)}; {default}"
+        yield f"      {' '.join((field.description or '').split())}"
+
+
+def schema(tree: type[BaseModel]) -> str:
+    """A JSON schema of the YAML file, ``base`` included."""
+    content: dict[str, Any] = tree.model_json_schema()
+    content["properties"]["base"] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "Files whose values this one goes over, relative to it.",
+    }
+    return json.dumps(content, indent=1)
+
+
+def with_origins(loaded: Loaded[Tree]) -> str:
+    """The resolved tree as YAML, each value followed by the layer that set it."""
+    return "\n".join(_values(loaded.config.model_dump(mode="json"), "", dict(loaded.origins)))
+
+
+def _values(content: dict[str, Any], prefix: str, origins: dict[str, str]) -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from [f"{name}:", *(f"  {line}" for line in _values(value, f"{key}.", origins))]
+        else:
+            yield f"{f'{name}: {_scalar(value)}':<40} # {origins.get(key, 'default')}"
+
+
+def _scalar(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    if isinstance(plain, (BaseModel, list)) and any(isinstance(v, BaseModel) for v in plain):
+        return "[...]"
+    return yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]

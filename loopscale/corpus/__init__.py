@@ -1,0 +1,8 @@
+"""Text sources -> tokenizer -> streaming (MDS) shards -> batches in an order free of layout.
+
+Writing: ``build`` (with ``documents``, ``arrange``, ``tokenizer``, ``contamination``, ``progress``). Reading:
+``folder`` (what a corpus says about itself), ``shards`` (records, through mosaicml-streaming), ``packing`` (samples),
+``order`` (which sample comes when), ``batches`` (what one data-parallel rank trains on), ``baselines``, ``show``.
+
+Nothing is imported here: torch and streaming load only with the modules that need them.
+"""

@@ -1,0 +1,185 @@
+"""``loopscale eval``: perplexity at every depth, beside a unigram and a bigram table on the same tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loopscale.checkpoint.restore import Restored, restore
+from loopscale.config.tree import CorpusConfig
+from loopscale.corpus.baselines import baselines
+from loopscale.corpus.batches import collate
+from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
+from loopscale.environment.compute import set_threads
+from loopscale.errors import DataError, UsageError
+from loopscale.evaluate.perplexity import loss_by_depth
+from loopscale.model.inputs import Inputs
+
+_PROTOCOL = (
+    "full forward over whole sequences, own keys and values at every visit, attention within documents, first token of a "
+    "document not scored, fp32"
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses in nats per scored token."""
+
+    checkpoint: str
+    source: str
+    losses: dict[int, float]
+    tokens: int
+    bytes: int
+    """UTF-8 bytes of the scored tokens."""
+    sequences: int
+    sequence_length: int
+    baselines: dict[str, float]
+    first_depth_divergence: float
+    """Mean KL, in nats, from the next-token distribution at the training depth to that at depth 1."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "checkpoint": self.checkpoint,
+            "source": self.source,
+            "depths": list(self.losses),
+            "loss": list(self.losses.values()),
+            "perplexity": [math.exp(x) for x in self.losses.values()],
+            "bits_per_byte": [x * self.tokens / self.bytes / math.log(2) for x in self.losses.values()],
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "sequence_length": self.sequence_length,
+            "baselines": self.baselines,
+            "first_depth_divergence": self.first_depth_divergence,
+            "protocol": _PROTOCOL,
+        }
+
+
+def evaluate(
+    path: Path, *, depths: str | None = None, text: Path | None = None, sequences: int | None = None, batch: int = 16
+) -> Evaluation:
+    """Evaluates a run's newest checkpoint, or one checkpoint; prints a table and writes ``RUN/evaluations/*.json``."""
+    restored = restore(path)
+    set_threads(None, 1)
+    wanted = parse_depths(depths, restored.config.depth.evaluation_depth)
+    corpus = restored.config.corpus
+    samples, source = _held_out(corpus, sequences) if text is None else _text(restored, text, sequences)
+    console = Console()
+    steps = _microbatches(samples, batch, restored)
+    total = -(-len(samples) // batch)
+    shown = track(steps, description=f"{len(samples)} sequences", total=total, console=console, disable=not console.is_terminal, transient=True)
+    losses, tokens = loss_by_depth(restored.stage, shown, wanted)
+    evaluation = Evaluation(
+        checkpoint=restored.checkpoint.name,
+        source=source,
+        losses=losses,
+        tokens=tokens,
+        bytes=_scored_bytes(restored, samples),
+        sequences=len(samples),
+        sequence_length=corpus.sequence_length,
+        baselines=_baselines(corpus, samples),
+        first_depth_divergence=_divergence(restored, next(_microbatches(samples, batch, restored))),
+    )
+    console.print(_table(evaluation, restored.config.depth.evaluation_depth))
+    if restored.run_folder is not None:
+        place = restored.run_folder / "evaluations"
+        place.mkdir(exist_ok=True)
+        name = f"{restored.checkpoint.name}-{'held-out' if text is None else text.stem}.json"
+        (place / name).write_text(json.dumps(evaluation.as_json(), indent=1))
+        console.print(f"written {place / name}", highlight=False, soft_wrap=True)
+    return evaluation
+
+
+def parse_depths(text: str | None, mean: int) -> tuple[int, ...]:
+    """ "1-10" or "1,2,5" as depths; None gives 1 to twice the mean."""
+    if text is None:
+        return tuple(range(1, 2 * mean + 1))
+    depths: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(first) < 1 or (dash and int(last) < int(first)):
+            raise UsageError(f'--depths {text!r} is not a list of depths such as "1-10" or "1,2,5"')
+        depths.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(depths))
+
+
+def _held_out(config: CorpusConfig, sequences: int | None) -> tuple[Sequence[Sample], str]:
+    packed = PackedCorpus(config.path, "validation", config.sequence_length, cache=config.cache, verify=config.verify)
+    count = min(sequences or len(packed), len(packed))
+    return [packed[i] for i in range(count)], f"validation split of {config.path}"
+
+
+def _text(restored: Restored, text: Path, sequences: int | None) -> tuple[Sequence[Sample], str]:
+    if not text.is_file():
+        raise UsageError(f"--text {text} is not a file")
+    tokenizer, eos = restored.tokenizer()
+    samples = pack_text(text, tokenizer, eos, restored.config.corpus.sequence_length)
+    if not samples:
+        raise DataError(f"{text} holds fewer tokens than one sequence of {restored.config.corpus.sequence_length}")
+    return samples[:sequences], text.name
+
+
+def _microbatches(samples: Sequence[Sample], batch: int, restored: Restored) -> Iterator[Inputs]:
+    device = restored.stage.head_weight.device
+    for first in range(0, len(samples), batch):
+        part = samples[first : first + batch]
+        yield Inputs.of(collate(list(part), range(first, first + len(part))), device, 0, "evaluation")
+
+
+@torch.no_grad()
+def _divergence(restored: Restored, inputs: Inputs) -> float:
+    stage, mean = restored.stage, restored.config.depth.evaluation_depth
+    feed, state, log_probabilities = stage.prelude(inputs), None, {}
+    for r in range(1, mean + 1):
+        state = stage.visit(inputs, feed, state)
+        if r in (1, mean):
+            log_probabilities[r] = stage.logits(stage.decode(inputs, state)).log_softmax(-1)
+    deep, first = log_probabilities[mean], log_probabilities[1]
+    return float((deep.exp() * (deep - first)).sum(-1).mean())
+
+
+def _baselines(config: CorpusConfig, samples: Sequence[Sample]) -> dict[str, float]:
+    """Unigram and bigram losses from the training split, on the same tokens; none when the corpus is gone."""
+    try:
+        train = PackedCorpus(config.path, "train", config.sequence_length, cache=config.cache, verify=config.verify)
+    except (UsageError, DataError):
+        return {}
+    inputs = torch.stack([s.tokens[:-1] for s in samples]).numpy()
+    return baselines(train, inputs, torch.stack([s.targets for s in samples]).numpy())
+
+
+def _scored_bytes(restored: Restored, samples: Sequence[Sample]) -> int:
+    tokenizer, _ = restored.tokenizer()
+    scored = [s.targets[s.targets >= 0].tolist() for s in samples]
+    return sum(len(text.encode()) for text in tokenizer.decode_batch(scored))
+
+
+def _table(evaluation: Evaluation, mean: int) -> Table:
+    table = Table(
+        title=f"{evaluation.checkpoint} on {evaluation.source}: {evaluation.sequences:,} sequences, {evaluation.tokens:,} tokens",
+        caption=f"{_PROTOCOL}. KL from depth {mean} to depth 1: {evaluation.first_depth_divergence:.3f} nats a token",
+    )
+    for heading in ("depth", "loss", "perplexity", "bits/byte", "× unigram"):
+        table.add_column(heading, justify="right")
+    unigram = evaluation.baselines.get("unigram")
+
+    def row(name: str, loss: float) -> None:
+        ratio = "–" if unigram is None else f"{math.exp(loss - unigram):.3f}"
+        bits = loss * evaluation.tokens / evaluation.bytes / math.log(2)
+        table.add_row(name, f"{loss:.4f}", f"{math.exp(loss):.2f}", f"{bits:.3f}", ratio)
+
+    for depth, loss in evaluation.losses.items():
+        row(f"{depth}{' (training mean)' if depth == mean else ''}", loss)
+    for name, loss in evaluation.baselines.items():
+        row(f"{name} table", loss)
+    return table

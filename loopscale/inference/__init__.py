@@ -1,0 +1,1 @@
+"""Using a trained model: forward at any depth, text."""

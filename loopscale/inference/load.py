@@ -1,0 +1,99 @@
+"""``loopscale.load``: a checkpoint as a model to call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loopscale.checkpoint.restore import Restored, restore
+from loopscale.errors import UsageError
+from loopscale.model.inputs import Documents, Inputs
+
+
+@dataclass(frozen=True)
+class Output:
+    """``logits`` [batch, sequence, vocabulary] fp32; ``states`` the state after every visit, each [batch, sequence, width], if asked for."""
+
+    logits: Tensor
+    states: tuple[Tensor, ...] = ()
+
+
+class LoopedModel:
+    """A looped model in evaluation: call it at any depth, or let it write."""
+
+    def __init__(self, restored: Restored):
+        self.config = restored.config
+        self._stage = restored.stage
+        self.tokenizer, self.end_of_text = restored.tokenizer()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, depth: int | None = None, states: bool = False) -> Output:
+        """Logits of ``tokens`` (int64 [batch, sequence], each row one document) after ``depth`` visits.
+
+        ``depth`` defaults to the training mean. Raises :class:`UsageError` for a sequence that is longer than the
+        model was trained on, or a depth below 1.
+        """
+        depth = self.config.depth.evaluation_depth if depth is None else depth
+        longest = self._stage.max_positions
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= longest:
+            raise UsageError(f"tokens must be [batch, sequence] with 1 to {longest} tokens a row, not {list(tokens.shape)}")
+        if depth < 1:
+            raise UsageError(f"depth must be at least 1, not {depth}")
+        inputs = self._inputs(tokens)
+        feed, state, kept = self._stage.prelude(inputs), None, []
+        for _ in range(depth):
+            state = self._stage.visit(inputs, feed, state)
+            if states:
+                kept.append(state.transpose(0, 1))
+        assert state is not None
+        logits = self._stage.logits(self._stage.decode(inputs, state)).transpose(0, 1)
+        return Output(logits, tuple(kept))
+
+    def generate(
+        self,
+        prompt: str,
+        depth: int | None = None,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 1,
+    ) -> str:
+        """``prompt`` and what follows it, up to the end of the document; the last tokens that fit are the context.
+
+        Tokens are sampled among the ``top_k`` likeliest, or taken greedily when ``temperature`` is 0.
+        """
+        tokens = self.tokenizer.encode(prompt).ids
+        if not tokens:
+            raise UsageError("the prompt is empty; give at least one character to continue")
+        if temperature < 0 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
+            raise UsageError("temperature and max_new_tokens must not be negative, and top_k must be at least 1")
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(max_new_tokens):
+            context = torch.tensor([tokens[-self._stage.max_positions :]])
+            logits = self(context, depth).logits[0, -1].cpu()
+            token = _choose(logits, temperature, top_k, generator)
+            if token == self.end_of_text:
+                break
+            tokens.append(token)
+        return self.tokenizer.decode(tokens)  # type: ignore[no-any-return]
+
+    def _inputs(self, tokens: Tensor) -> Inputs:
+        device = self._stage.head_weight.device
+        tokens = tokens.to(device)
+        rows = torch.arange(len(tokens), device=device)
+        return Inputs(tokens, tokens, Documents.whole(*tokens.shape, device=device), rows, 0, "evaluation")
+
+
+def load(path: str | Path) -> LoopedModel:
+    """The model of a checkpoint, or of a run's newest one. Raises :class:`UsageError` when there is none there."""
+    return LoopedModel(restore(Path(path)))
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    values, indices = logits.topk(min(top_k or len(logits), len(logits)))
+    return int(indices[torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)])

@@ -1,0 +1,270 @@
+"""The four figures of a run: data shaped for plotly, each with its finding and its rows for the CSV.
+
+No colour is set here. A trace's ``meta`` names its role; the page colours roles by its style sheet, light or dark.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import plotly.graph_objects as go
+
+from loopscale.report import findings
+from loopscale.report.run import Run
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure of the page."""
+
+    key: str
+    title: str
+    """The finding."""
+    note: str
+    """What is drawn and how it was measured."""
+    rows: list[dict[str, Any]]
+    """What is drawn, as a table."""
+    figure: go.Figure | None
+    """None when there is nothing to draw; the note then says what would make it."""
+
+    def csv(self) -> str:
+        """The rows as CSV; a gap is an empty cell."""
+        out = io.StringIO()
+        columns = list(dict.fromkeys(column for row in self.rows for column in row))
+        writer = csv.DictWriter(out, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+
+def panels(run: Run) -> list[Panel]:
+    """The four figures of the first screen."""
+    return [loss(run), perplexity(run), depths(run), state_norm(run)]
+
+
+def loss(run: Run) -> Panel:
+    """Training and validation loss by step, with the n-gram models' loss where an evaluation knows it."""
+    depth = run.validation_depth()
+    rows = [
+        {"step": record["step"], "training_loss": record.get("loss")}
+        | {f"validation_loss_depth_{each}": value for each, value in (record.get("validation") or {}).items()}
+        for record in run.records
+    ]
+    training = _present((row["step"], row["training_loss"]) for row in rows)
+    validation = _present((row["step"], row.get(f"validation_loss_depth_{depth}")) for row in rows)
+    baselines = _baselines(run)
+    title = findings.loss_finding(training, validation, depth, baselines)
+    if not training:
+        return Panel("loss", title, "Appears with the first logged step.", rows, None)
+    figure = _figure("optimizer step", "loss (nats per token)")
+    # Gaps stay gaps: a null between two points is a step whose loss was not finite.
+    figure.add_scatter(
+        x=[row["step"] for row in rows],
+        y=[row["training_loss"] for row in rows],
+        name="training",
+        meta="first",
+        mode=_mode(training),
+        hovertemplate="%{y:.3f}",
+    )
+    if validation:
+        figure.add_scatter(
+            x=list(validation),
+            y=list(validation.values()),
+            name=f"validation, depth {depth}",
+            meta="second",
+            mode="lines+markers",
+            hovertemplate="%{y:.3f}",
+        )
+    _add_references(figure, baselines, training, ".3f")
+    note = "Training loss is that of one batch, at the depths it drew."
+    return Panel("loss", title, note, rows, figure)
+
+
+def perplexity(run: Run) -> Panel:
+    """Perplexity by depth of the newest evaluation."""
+    evaluation = run.evaluation
+    if not evaluation:
+        note = f"loopscale eval runs/{run.name} makes one; this figure then shows its perplexity at every depth."
+        return Panel("perplexity", findings.perplexity_finding({}), note, [], None)
+    columns = zip(evaluation["depths"], evaluation["loss"], evaluation["perplexity"], strict=True)
+    rows = [{"depth": depth, "loss": nats, "perplexity": value} for depth, nats, value in columns]
+    finite = _present((row["depth"], row["perplexity"]) for row in rows)
+    title = findings.perplexity_finding(finite)
+    if not finite:
+        return Panel("perplexity", title, "The newest evaluation holds no finite perplexity.", rows, None)
+    figure = _figure("depth (loops)", "perplexity (log scale)", loops=max(finite))
+    figure.add_scatter(
+        x=[row["depth"] for row in rows],
+        y=[row["perplexity"] for row in rows],
+        customdata=[row["loss"] for row in rows],
+        name="perplexity",
+        meta="first",
+        mode="lines+markers",
+        hovertemplate="%{y:.2f} (%{customdata:.4f} nats)",
+        showlegend=False,
+    )
+    references = {name: math.exp(nats) for name, nats in _baselines(run).items()}
+    _add_references(figure, references, finite, ".1f")
+    values = [*finite.values(), *references.values()]
+    ticks = _log_ticks(min(values), max(values))
+    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    return Panel("perplexity", title, protocol(evaluation), rows, figure)
+
+
+def depths(run: Run) -> Panel:
+    """Drawn depths against the prior's law."""
+    draws = Counter(depth for record in run.records for depth in record.get("depths") or [])
+    pmf: list[float] = run.about("prior").get("pmf") or []
+    title = findings.depth_finding(draws, pmf)
+    if not draws:
+        return Panel("depths", title, "Appears with the first logged step.", [], None)
+    # A law with a long tail (cap 64) is shown as far as a draw or one in a thousand reaches.
+    likely = [depth for depth, share in enumerate(pmf, 1) if share >= 1e-3]
+    shown = range(1, max([*draws, *likely]) + 1)
+    count = sum(draws.values())
+    rows = [
+        {"depth": depth, "draws": draws[depth], "share": draws[depth] / count}
+        | ({"prior": pmf[depth - 1] if depth <= len(pmf) else 0.0} if pmf else {})
+        for depth in shown
+    ]
+    figure = _figure("depth R (loops)", "share of draws", loops=shown[-1])
+    figure.add_bar(
+        x=list(shown),
+        y=[row["share"] for row in rows],
+        customdata=[row["draws"] for row in rows],
+        name="drawn",
+        meta="first",
+        hovertemplate="%{y:.1%} (%{customdata} draws)",
+    )
+    if pmf:
+        name = f"prior {run.about('prior').get('name', '')}".strip()
+        prior = [row["prior"] for row in rows]
+        figure.add_scatter(x=list(shown), y=prior, name=name, meta="second", mode="lines+markers", hovertemplate="%{y:.1%}")
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    return Panel("depths", title, "One draw per depth group, at logged steps only.", rows, figure)
+
+
+def state_norm(run: Run) -> Panel:
+    """Scale of the state by loop, early, midway and late in training: mean over tokens, and 99th percentile."""
+    logged = [record for record in run.records if _present(enumerate(record.get("state_norm") or []))]
+    if not logged:
+        return Panel("state_norm", "No state norm has been logged", "Appears with the first logged step.", [], None)
+    chosen = {record["step"]: record for record in (logged[0], logged[len(logged) // 2], logged[-1])}
+    scale = 1 / math.sqrt(run.width) if run.width else 1.0
+    measure = "RMS" if run.width else "L2 norm"
+    rows = [
+        {"step": step, "loop": loop, "mean": _scaled(mean, scale), "p99": _scaled(p99, scale)}
+        for step, record in chosen.items()
+        for loop, (mean, p99) in enumerate(zip_longest(record["state_norm"], record.get("state_norm_p99") or []), 1)
+    ]
+    means = {step: list(_present((row["loop"], row["mean"]) for row in rows if row["step"] == step).values()) for step in chosen}
+    title = findings.norm_finding((logged[0]["step"], means[logged[0]["step"]]), (logged[-1]["step"], means[logged[-1]["step"]]))
+    figure = _figure("loop r", f"{measure} of a token's state", loops=max(row["loop"] for row in rows))
+    for step, role in zip(chosen, ("early", "middle", "late")[-len(chosen) :], strict=True):
+        own = [row for row in rows if row["step"] == step]
+        for column, label, dash in (("mean", "", "solid"), ("p99", " p99", "dot")):
+            if any(row[column] is not None for row in own):
+                figure.add_scatter(
+                    x=[row["loop"] for row in own],
+                    y=[row[column] for row in own],
+                    name=f"step {step:,}{label}",
+                    meta=role,
+                    legendgroup=step,
+                    showlegend=column == "mean",
+                    mode="lines+markers",
+                    line_dash=dash,
+                    hovertemplate="%{y:.3g}",
+                )
+    figure.update_yaxes(rangemode="tozero")
+    note = "Mean over tokens, dotted: 99th percentile. Lines end at the deepest draw of their step."
+    return Panel("state_norm", title, note, rows, figure)
+
+
+def protocol(evaluation: Mapping[str, Any]) -> str:
+    """How an evaluation was made."""
+    count, length = evaluation.get("sequences"), evaluation.get("sequence_length")
+    parts = [
+        str(evaluation.get("source") or ""),
+        f"checkpoint {evaluation['checkpoint']}" if evaluation.get("checkpoint") else "",
+        f"{count:,} sequences of {length:,} tokens" if count and length else "",
+        str(evaluation.get("protocol") or ""),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+# --- shaping ---------------------------------------------------------------------------------------------------------
+
+
+def _figure(x: str, y: str, loops: int = 0) -> go.Figure:
+    """An empty figure in the page's layout; ``loops``: the largest of an x axis that counts loops."""
+    figure = go.Figure()
+    figure.update_layout(
+        template=go.layout.Template(),  # the page's own look, not plotly's
+        xaxis_title_text=x,
+        yaxis_title_text=y,
+        margin={"l": 54, "r": 12, "t": 8, "b": 40},
+        hovermode="x unified",
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        bargap=0.25,
+    )
+    figure.update_xaxes(showgrid=False, title_standoff=6)
+    figure.update_yaxes(title_standoff=8)
+    if loops:
+        dtick = 1 if loops <= 20 else 5 if loops <= 60 else 10
+        figure.update_xaxes(tick0=1 if dtick == 1 else 0, dtick=dtick, tickformat="d", hoverformat="d")
+    return figure
+
+
+def _add_references(figure: go.Figure, references: Mapping[str, float], points: Mapping[int, float], form: str) -> None:
+    """A labelled horizontal line for each reference model, as traces: they follow a log axis and answer the mouse.
+
+    Curves fall from the left: a line that they end below is labelled at the right, one that they end above at the left.
+    """
+    left, right = min(points), max(points)
+    for name, value in references.items():
+        label = f"{name} {findings.number(value)}"
+        at_right = value >= points[right]
+        figure.add_scatter(
+            x=[left, right],
+            y=[value, value],
+            name=name,
+            meta="reference",
+            mode="lines+text",
+            text=["", label] if at_right else [label, ""],
+            textposition="top left" if at_right else "top right",
+            hovertemplate=f"%{{y:{form}}}",
+            showlegend=False,
+        )
+
+
+def _baselines(run: Run) -> dict[str, float]:
+    """Loss of the n-gram models in nats per token, as the newest evaluation measured it."""
+    known = (run.evaluation or {}).get("baselines") or {}
+    return {name: nats for name, nats in known.items() if nats is not None}
+
+
+def _present(points: Iterable[tuple[int, float | None]]) -> dict[int, float]:
+    return {x: y for x, y in points if y is not None}
+
+
+def _mode(points: Mapping[int, float]) -> str:
+    """One point alone makes no line."""
+    return "lines" if len(points) > 1 else "markers"
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Round values between ``low`` and ``high``, about as many as an axis has room for."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
+    return [step * 10.0**decade for decade in decades for step in steps]

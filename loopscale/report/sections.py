@@ -1,0 +1,108 @@
+"""The tables below the figures: speed, memory, data, environment, events, configuration."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from html import escape
+from typing import Any
+
+import yaml
+
+from loopscale.report.findings import number
+from loopscale.report.run import Run
+
+
+def sections(run: Run) -> Iterator[str]:
+    """The sections as HTML, in their order on the page."""
+    yield _section("Throughput", _pairs(_throughput(run)))
+    yield _section("Memory and size", _pairs(_memory(run)))
+    yield _section("Data", _pairs(run.about("corpus")))
+    yield _section("Environment", _pairs(_environment(run)))
+    yield _section("Events", _events(run), wide=True)
+    yield _section("Configuration", _config(run.config, run.about("origins")), wide=True)
+
+
+def _section(title: str, body: str, wide: bool = False) -> str:
+    body = body or '<p class="none">Nothing recorded.</p>'
+    return f"<section{' class=wide' if wide else ''}><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _throughput(run: Run) -> dict[str, Any]:
+    """How fast it ran, and how much of the time went into matrix products."""
+    rates = [record["tokens_per_s"] for record in run.records if record.get("tokens_per_s")]
+    shares = [record["matmul_share"] for record in run.records if record.get("matmul_share") is not None]
+    elapsed = [record["elapsed"] for record in run.records if record.get("elapsed") is not None]
+    rows: dict[str, Any] = {}
+    if rates:
+        rows["tokens per second, median"] = number(statistics.median(rates))
+        rows["slowest and fastest logged"] = f"{number(min(rates))} and {number(max(rates))}"
+    if shares:
+        share = statistics.median(shares)
+        rows["time in matrix products at full rate"] = f"{share:.0%}"
+        rows["time in all else"] = f"{1 - share:.0%}"
+    if elapsed:
+        rows["training time"] = str(timedelta(seconds=round(elapsed[-1])))
+    if run.records:
+        rows["steps skipped"] = run.records[-1].get("skipped", 0)
+    return rows
+
+
+def _memory(run: Run) -> dict[str, Any]:
+    peak = max((record["memory"] for record in run.records if record.get("memory")), default=None)
+    rows = {"peak resident memory": f"{peak / 2**30:.2f} GiB"} if peak else {}
+    return rows | {f"parameters, {key.replace('_', ' ')}": value for key, value in run.about("parameters").items()}
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """Layout, machine, revision and versions. The diff of a dirty checkout stays in the manifest: it may be long."""
+    git = {key: value for key, value in run.about("git").items() if key != "diff"}
+    parts = {"layout": run.about("layout"), "machine": run.about("machine"), "git": git}
+    rows = {f"{part} {key}": value for part, values in parts.items() for key, value in values.items()}
+    if command := run.manifest.get("command"):
+        rows["command"] = shlex.join(command)
+    return rows | {f"{name} version": version for name, version in run.about("versions").items()}
+
+
+def _events(run: Run) -> str:
+    rows = [[moment(event.get("time")), *(event.get(key, "") for key in ("kind", "step", "message"))] for event in run.events]
+    rows += [["", "report", "", f"{name} cannot be read and is left out"] for name in run.unreadable]
+    return _table(("time", "kind", "step", "what happened"), rows)
+
+
+def _config(config: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """A table for each section of the config, with the layer that each value came from where that is known."""
+    tables = []
+    for section, values in config.items():
+        pairs = values.items() if isinstance(values, Mapping) else [("", values)]
+        rows = []
+        for key, value in pairs:
+            dotted = f"{section}.{key}" if key else section
+            rows.append([dotted, _yaml(value), *([origins.get(dotted, "default")] if origins else [])])
+        tables.append(_table((section, "", *(("from",) if origins else ())), rows))
+    return f'<div class="columns">{"".join(tables)}</div>' if tables else ""
+
+
+def _pairs(rows: Mapping[str, Any]) -> str:
+    """A table of two columns; large whole numbers get thousands separators."""
+    return _table((), [[key, f"{value:,}" if type(value) is int and value >= 10_000 else value] for key, value in rows.items()])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    if not rows:
+        return ""
+    header = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{header}<tbody>{body}</tbody></table>"
+
+
+def moment(time: Any) -> str:
+    """An ISO time as people read it; all of ours are in UTC."""
+    return str(time or "").replace("T", " ").replace("+00:00", " UTC")
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML would write it on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,1 @@
+"""The training step, the run around it, and what it tells the world."""

@@ -1,0 +1,81 @@
+"""The head and the last line of a run's log, and the facts of its manifest."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import loopscale
+
+if TYPE_CHECKING:
+    from loopscale.train.run import Run
+
+
+def banner(run: Run) -> list[str]:
+    """What is about to be trained, on what and how."""
+    config, counts, batch, mesh = run.config, run.counts, run.batch, run.mesh
+    model, depth, length = config.model, config.depth, config.corpus.sequence_length
+    shape = f"{model.prelude_layers}/{model.core_layers}/{model.coda_layers}"
+    mean = depth.evaluation_depth
+    corpus = run.corpus.corpus
+    train, held_out = (corpus.split(name).tokens for name in ("train", "validation"))
+    step_tokens = batch.global_batch * length
+    total = step_tokens * config.train.steps
+    law = f"fixed {mean}" if depth.prior == "fixed" else f"{depth.prior.upper()} mean {depth.mean:g} (cap {depth.cap})"
+    gradient = "through every visit" if depth.backprop is None else f"through the last {depth.backprop}"
+    tracking = "wandb off" if config.log.wandb == "disabled" else f"wandb {config.log.wandb}"
+    every = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"
+    compute = str(run.stage.compute).removeprefix("torch.")
+    return [
+        f"loopscale {loopscale.__version__} · {run.folder.name} · looped {shape} · {quantity(counts.total)} parameters "
+        f"({quantity(counts.total - counts.embedding)} non-embedding, {quantity(counts.effective(mean))} effective at depth {mean})",
+        f"data     {config.corpus.path} · {quantity(train)} tokens train, {quantity(held_out)} held out · "
+        f"{corpus.tokenizer_name} · fingerprint {corpus.fingerprint[:4]}…{corpus.fingerprint[-2:]}",
+        f"batch    {batch.global_batch} × {length} = {step_tokens:,} tokens a step · {batch.groups} depth groups · microbatch "
+        f"{batch.microbatch} · {config.train.steps:,} steps = {quantity(total)} tokens ({total / train:.1f} epochs)",
+        f"depth    {law}, backprop {gradient} · {model.inject} injection · {config.objective.kind} loss",
+        f"layout   {mesh.world} process{'es' * (mesh.world > 1)} · {mesh.device.type} {compute} · ZeRO-{config.parallel.zero}",
+        f"run      {run.folder} · {tracking} · checkpoint {every}, keep {config.checkpoint.keep}",
+    ]
+
+
+def done_line(run: Run, validation: dict[int, float]) -> str:
+    """How good the model is, with depth."""
+    mean = run.config.depth.evaluation_depth
+    depth = min(validation, key=lambda d: (abs(d - mean), d))
+    sequences = min(run.config.validation.sequences, len(run.held_out))
+    minutes, seconds = divmod(round(run.progress.elapsed), 60)
+    return (
+        f"{run.progress.step} steps in {minutes}:{seconds:02d} · held-out ppl {math.exp(validation[depth]):.1f} at depth {depth} "
+        f"({sequences} sequences) · next: loopscale eval {run.folder}"
+    )
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What the manifest says beyond versions and code."""
+    corpus = run.corpus.corpus
+    return {
+        "layout": {
+            "processes": run.mesh.world, "data_parallel": run.mesh.data_size, "tensor_parallel": 1, "pipeline_stages": 1,
+            "zero": run.config.parallel.zero, "device": run.mesh.device.type, "compute": str(run.stage.compute),
+            "microbatch": run.batch.microbatch,
+        },
+        "corpus": {
+            "path": run.config.corpus.path, "fingerprint": corpus.fingerprint, "vocab_size": corpus.vocab_size,
+            "train_tokens": corpus.split("train").tokens, "validation_tokens": corpus.split("validation").tokens,
+        },
+        "parameters": {
+            "total": run.counts.total, "non_embedding": run.counts.total - run.counts.embedding,
+            "effective": run.counts.effective(run.config.depth.evaluation_depth),
+        },
+        "prior": {"name": run.prior.name, "mean": run.prior.mean, "pmf": list(run.prior.probabilities)},
+        "matmul_flops_per_s": run.matmul_rate,
+    }  # fmt: skip
+
+
+def quantity(value: float) -> str:
+    """1234567 as "1.23M"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"

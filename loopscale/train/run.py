@@ -1,0 +1,373 @@
+"""A training run from its configuration to its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loopscale.checkpoint import commit, store
+from loopscale.config import Batch, Config, Loaded, settle
+from loopscale.corpus.batches import StepBatch, batches, collate
+from loopscale.corpus.order import Order
+from loopscale.corpus.packing import PackedCorpus
+from loopscale.depth import make_prior
+from loopscale.diagnostics.norms import NormMeter
+from loopscale.environment.compute import matmul_rate, set_threads
+from loopscale.errors import CheckpointError, ConfigError, LoopscaleError, NumericsError, Problem
+from loopscale.evaluate.perplexity import loss_by_depth
+from loopscale.model.flops import count, matmul_shapes, training_flops
+from loopscale.model.inputs import Inputs
+from loopscale.model.stage import LoopedStage
+from loopscale.parallel import mesh as meshes
+from loopscale.parallel.mesh import Mesh, sum_over_ranks
+from loopscale.parallel.ring.plan import Work
+from loopscale.parallel.zero import MOMENTS, ZeroOptimizer
+from loopscale.train import folder as folders
+from loopscale.train.banner import banner, done_line, facts
+from loopscale.train.profile import profiler
+from loopscale.train.signals import StopRequest
+from loopscale.train.step import StepResult, TrainStep
+from loopscale.train.telemetry import Telemetry, new_run_id
+
+
+@dataclass
+class Progress:
+    """What a run counts; saved in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    consumed: int = 0
+    """Global samples read."""
+    tokens: int = 0
+    """Scored tokens trained on."""
+    skipped: int = 0
+    bad_in_a_row: int = 0
+    elapsed: float = 0.0
+    """Seconds, those before a resume included."""
+    run_id: str = ""
+    """Names the run to its tracker."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    finished: bool
+    """False when a signal stopped it."""
+    validation: dict[int, float]
+    """Held-out loss by depth, nats per token, if the run finished."""
+
+
+def train(loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, profile: bool = False) -> Outcome:
+    """Trains as configured; with ``resume`` goes on from a checkpoint (see :func:`loopscale.train.folder.choose`).
+
+    Every rank of a job calls it. Raises :class:`LoopscaleError` of the kind that fits what went wrong.
+    """
+    mesh = meshes.start(loaded.config.parallel)
+    set_threads(loaded.config.train.threads, mesh.local_size)
+    with StopRequest() as stop:
+        run = Run(loaded, mesh, stem, resume)
+        try:
+            return run.go(stop, profile)
+        finally:
+            run.telemetry.close()
+
+
+class Run:
+    """A run between its start and its end; one per rank."""
+
+    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None):
+        self.mesh = mesh
+        self.telemetry = Telemetry()
+        corpus = loaded.config.corpus
+        self.corpus = PackedCorpus(corpus.path, "train", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
+        self.held_out = PackedCorpus(corpus.path, "validation", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
+        self.config = config = self._settled(loaded.config)
+        self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
+        self.prior = make_prior(config.depth)
+        self.counts = count(config.model, config.corpus.sequence_length)
+        self.folder, checkpoint, notes = self._agreed(lambda: folders.choose(config, stem, resume))
+
+        self.stage = LoopedStage(
+            config.model, config.corpus.sequence_length, seed=config.run.seed, compute=compute_type(config, mesh.device),
+            loss_chunk=config.train.loss_chunk, device=mesh.device,
+        )  # fmt: skip
+        decayed = [h.parameter for h, _ in self.stage.held() if config.optimizer.decay == "all" or len(h.weights[0].shape) == 2]
+        self.optimizer = ZeroOptimizer(
+            {h.parameter: p for h, p in self.stage.held()}, decayed, config.optimizer, config.parallel.zero
+        )
+        self.step = TrainStep(config, self.batch, self.prior, self.stage, self.optimizer, mesh)
+        self.progress = Progress(run_id=new_run_id())
+        if checkpoint is not None:
+            self._load(checkpoint)
+        self.started = time.monotonic() - self.progress.elapsed
+        self.matmul_rate = matmul_rate(matmul_shapes(config.model), self.batch.microbatch * config.corpus.sequence_length, mesh.device)
+        if mesh.is_main:
+            self._introduce(loaded, checkpoint, notes)
+
+    # ---- the run
+
+    def go(self, stop: StopRequest, profile: bool) -> Outcome:
+        config, progress = self.config, self.progress
+        validation: dict[int, float] = {}
+        window = _Window()
+        data = self._data()
+        with contextlib.closing(data), profiler(self.folder, profile and self.mesh.is_main) as profiled:
+            for batch in data:
+                last = progress.step + 1 == config.train.steps
+                validated = last or _due(progress.step + 1, config.validation.every)
+                logged = validated or _due(progress.step + 1, config.log.every)
+                meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
+                with window.timed():
+                    result = self.step(progress.step, batch, stop=stop.name is not None, observe=meter.observe if meter else None)
+                window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
+                self._count(result, batch)
+                profiled()
+                if validated:
+                    validation = self._validate()
+                if meter is not None:
+                    self._log(result, meter, window, validation if validated else {})
+                    window = _Window()
+                self.telemetry.advance(progress.step)
+                stopping = result.stop_ranks > 0 and not last
+                if last or stopping or _due(progress.step, config.checkpoint.every):
+                    self._save(must=last or stopping)
+                if stopping:
+                    reason = f"asked to stop by {stop.name or 'a signal to another rank'}; go on with --resume auto"
+                    self.telemetry.event("stopped", progress.step, reason)
+                    return Outcome(self.folder, progress.step, False, {})
+        validation = validation or self._validate()
+        self.telemetry.event("done", progress.step, done_line(self, validation))
+        return Outcome(self.folder, progress.step, True, validation)
+
+    def _data(self) -> Generator[StepBatch, None, None]:
+        config = self.config.corpus
+        order = Order(len(self.corpus), self.config.run.seed, config.shuffle_block)
+        return batches(
+            self.corpus, order, self.batch, data_rank=self.mesh.data_rank, consumed=self.progress.consumed,
+            workers=config.workers, steps=self.config.train.steps - self.progress.step,
+        )  # fmt: skip
+
+    def _count(self, result: StepResult, batch: StepBatch) -> None:
+        """Advances the counters; a skipped step reads its samples too, and enough in a row end the run."""
+        progress = self.progress
+        progress.step += 1
+        progress.consumed = batch.end
+        progress.elapsed = time.monotonic() - self.started
+        if not result.bad_ranks:
+            progress.tokens += sum(g.tokens for g in result.groups)
+            progress.bad_in_a_row = 0
+            return
+        progress.skipped += 1
+        progress.bad_in_a_row += 1
+        depths = ", ".join(str(g.depth) for g in result.groups)
+        self.telemetry.event(
+            "skipped", progress.step,
+            f"non-finite loss or gradient on {result.bad_ranks} of {self.mesh.world} ranks: skipped on all "
+            f"(global samples {batch.first} to {batch.end - 1}, depths {depths}, loss {result.loss:g})",
+        )  # fmt: skip
+        if progress.bad_in_a_row >= self.config.train.bad_steps:
+            raise NumericsError(
+                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient; "
+                f"lower optimizer.lr ({self.config.optimizer.lr:g}) or resume from an earlier checkpoint. The last one is untouched"
+            )
+
+    def _validate(self) -> dict[int, float]:
+        """Held-out loss at the configured depths, on the first sequences of the validation split."""
+        config = self.config
+        wanted = min(config.validation.sequences, len(self.held_out))
+        own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
+        rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
+        inputs = (Inputs.of(collate([self.held_out[i] for i in r], r), self.mesh.device, 0, "evaluation") for r in rows)
+        losses, _ = loss_by_depth(self.stage, inputs, validation_depths(config), sum_over_ranks)
+        return losses
+
+    def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
+        norms = meter.result(sum_over_ranks)
+        rate = self.matmul_rate
+        self.telemetry.log(
+            {
+                "step": self.progress.step,
+                "loss": result.loss,
+                "perplexity": _perplexity(result.terminal_loss),
+                "lr": result.lr,
+                "tokens": self.progress.tokens,
+                "tokens_per_s": window.tokens / window.seconds,
+                "matmul_share": None if rate is None else window.flops / window.seconds / (rate * self.mesh.world),
+                "elapsed": self.progress.elapsed,
+                "depths": [g.depth for g in result.groups],
+                "depth_losses": [g.loss / max(g.tokens, 1) for g in result.groups],
+                "grad_norm": result.grad_norm,
+                "state_norm": norms.mean,
+                "state_norm_p99": norms.p99,
+                "state_change": norms.change,
+                "skipped": self.progress.skipped,
+                "memory": _peak_memory(self.mesh.device),
+                **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
+            }
+        )
+
+    def _flops(self, work: Work) -> float:
+        return training_flops(self.counts, work)
+
+    # ---- checkpoints
+
+    def _save(self, must: bool) -> None:
+        """Commits a checkpoint; one that fails is told and tried again at the next interval, unless it ``must`` be."""
+        config, before = self.config.checkpoint, time.monotonic()
+        path = self.folder / "checkpoints"
+        try:
+            saved = store.save(path, self.progress.step, self._tensors(), self._state(), self._companions())
+        except CheckpointError as error:
+            if must:
+                raise
+            self.telemetry.event("warning", self.progress.step, f"{error}; the one before is kept, and the next is tried in {config.every} steps")
+            return
+        if self.mesh.is_main:
+            commit.prune(path, config.keep, config.keep_every)
+            took = f"{commit.size(saved) / 1e6:.0f} MB, {time.monotonic() - before:.1f} s"
+            self.telemetry.event("saved", self.progress.step, f"checkpoints/{saved.name} ({took})")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        moments, tensors = self.optimizer.moments(), {}
+        for holder, parameter in self.stage.held():
+            kinds = {"weight": parameter.detach(), **{m: moments[m][holder.parameter] for m in MOMENTS}}
+            tensors.update({f"{kind}/{n}": t for kind, held in kinds.items() for n, t in holder.split(held).items()})
+        return tensors
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **asdict(self.progress),
+            "applied_steps": self.optimizer.applied_steps,
+            "corpus": self.corpus.fingerprint,
+            "seed": self.config.run.seed,
+            "global_batch": self.batch.global_batch,
+        }
+
+    def _companions(self) -> dict[str, str | bytes]:
+        """What makes a checkpoint usable alone."""
+        return {
+            "config.yaml": folders.config_text(self.config),
+            "tokenizer.json": self.corpus.corpus.file("tokenizer.json").read_bytes(),
+        }
+
+    def _load(self, checkpoint: Path) -> None:
+        state = store.load_state(checkpoint)
+        self._check_continuable(checkpoint, state)
+        shapes = {f"{k}/{w.name}": w.shape for h, _ in self.stage.held() for w in h.weights for k in ("weight", *MOMENTS)}
+        tensors = store.load_tensors(checkpoint, shapes)
+
+        def joined(kind: str) -> dict[str, torch.Tensor]:
+            return {h.parameter: h.join({w.name: tensors[f"{kind}/{w.name}"] for w in h.weights}) for h, _ in self.stage.held()}
+
+        self.optimizer.load(joined("weight"), {m: joined(m) for m in MOMENTS}, state["applied_steps"])
+        self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
+
+    def _check_continuable(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        accept = self.config.corpus.accept_change
+        if state["corpus"] != self.corpus.fingerprint and not accept:
+            raise CheckpointError(
+                f"{checkpoint} was trained on corpus {state['corpus'][:12]}…, corpus.path {self.config.corpus.path} is "
+                f"{self.corpus.fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
+            )
+        for key, now in (("seed", self.config.run.seed), ("global_batch", self.batch.global_batch)):
+            if state[key] != now:
+                raise CheckpointError(f"{checkpoint} was trained with {key} {state[key]}, the configuration says {now}; a resumed run keeps it")
+
+    # ---- the start
+
+    def _settled(self, config: Config) -> Config:
+        """The configuration with the vocabulary of the corpus."""
+        size = self.corpus.vocab_size
+        asked = config.model.vocab_size
+        if asked is not None and asked < size:
+            raise ConfigError(config.corpus.path, [Problem("model.vocab_size", f"is {asked}; the corpus's tokenizer has {size} tokens")])
+        model = config.model.model_copy(update={"vocab_size": asked or size})
+        return config.model_copy(update={"model": model})
+
+    def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, notes: list[str]) -> None:
+        """Writes what the run is, opens the sinks and prints the head of the log."""
+        resumed = self.progress.step if checkpoint is not None else 0
+        aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
+        folders.describe(self.folder, self.config, loaded.origins, facts(self))
+        self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
+        for line in banner(self):
+            self.telemetry.event("start", resumed, line)
+        for note in notes:
+            self.telemetry.event("warning", resumed, note)
+        if aside:
+            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {', '.join(p.name for p in aside)}")
+        if checkpoint is not None:
+            self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
+
+    def _agreed(self, choose: Callable[[], tuple[Path, Path | None, list[str]]]) -> tuple[Path, Path | None, list[str]]:
+        """Rank 0's choice on every rank, or its error."""
+        answer: list[Any] = [None]
+        if self.mesh.is_main:
+            try:
+                answer = [choose()]
+            except LoopscaleError as error:
+                answer = [error]
+        if self.mesh.world > 1:
+            dist.broadcast_object_list(answer)
+        if isinstance(answer[0], LoopscaleError):
+            raise answer[0]
+        return answer[0]  # type: ignore[no-any-return]
+
+
+class _Window:
+    """Tokens, operations and seconds of the steps since the last logged one; validation and saving are not counted."""
+
+    def __init__(self) -> None:
+        self.tokens, self.flops, self.seconds = 0, 0.0, 1e-9
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        before = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - before
+
+    def add(self, result: StepResult, flops_per_token: float) -> None:
+        tokens = sum(g.tokens for g in result.groups)
+        self.tokens += tokens
+        self.flops += tokens * flops_per_token
+
+
+def compute_type(config: Config, device: torch.device) -> torch.dtype:
+    """The type of the visits: bf16 on a GPU and fp32 on a CPU unless the configuration says."""
+    bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+def validation_depths(config: Config) -> tuple[int, ...]:
+    """Depths that validation reports."""
+    mean = config.depth.evaluation_depth
+    return config.validation.depths or tuple(sorted({1, 2, mean, 2 * mean}))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's allocator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
