@@ -27,7 +27,13 @@ INTERRUPTED = 75
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 for faults, 2 for a user's mistakes."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    overrides = [a for a in rest if not a.startswith("-")] if hasattr(options, "overrides") else []
+    if len(overrides) < len(rest):
+        options.parser.error(f"unrecognized arguments: {' '.join(a for a in rest if a not in overrides)}")
+    if overrides:  # argparse gives up on overrides that follow an option
+        options.overrides += overrides
     if not hasattr(options, "run"):
         options.parser.print_help()
         return 2

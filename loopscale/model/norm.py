@@ -10,22 +10,23 @@ from torch import Tensor, nn
 
 
 class _CpuRmsNorm(torch.autograd.Function):
-    """y = x / rms(x) · gain. torch composes it of eight passes on a CPU; this takes a third of their time."""
+    """y = x / rms(x) · gain. torch composes it of eight passes on a CPU; this takes a third of their time, and keeps
+    its input, which the residual connection keeps anyway, rather than a copy. Row and column sums run as products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        unit = x * inverse
-        ctx.save_for_backward(unit, inverse, gain)
-        return unit * gain
+        ctx.save_for_backward(x, inverse, gain)
+        return (x * inverse).mul_(gain)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        unit, inverse, gain = ctx.saved_tensors
-        d_unit = d_y * gain
-        along = torch.linalg.vecdot(d_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
-        d_gain = (d_y * unit).flatten(0, -2).sum(0)
-        return torch.addcmul(d_unit, unit, along, value=-1).mul_(inverse), d_gain, None
+        """dx = inverse · (dy ⊙ gain − x · inverse² · ⟨dy ⊙ gain, x⟩ / d)."""
+        x, inverse, gain = ctx.saved_tensors
+        products = (d_y * x).flatten(0, -2)
+        d_gain = torch.mv(products.t(), inverse.flatten())
+        along = torch.mv(products, gain).view_as(inverse).mul_(inverse).mul_(inverse).div_(-x.shape[-1])
+        return (d_y * gain).addcmul_(x, along).mul_(inverse), d_gain, None
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -24,7 +24,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute_weight = weight.to(states.dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=states.device)
         d_states = torch.empty_like(states) if needs_states else None
-        d_weight = torch.zeros_like(weight) if needs_weight else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = (states[part] @ compute_weight.t()).float()
@@ -42,10 +42,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.to(states.dtype)
             if d_states is not None:
                 torch.mm(d_logits, compute_weight, out=d_states[part])
-            if d_weight is not None and states.dtype == weight.dtype:
-                d_weight.addmm_(d_logits.t(), states[part])
-            elif d_weight is not None:
-                d_weight.add_(d_logits.t() @ states[part])
+            if d_weight is not None:
+                _accumulate(d_weight, d_logits.t(), states[part], first=start == 0)
         ctx.save_for_backward(d_states, d_weight)
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -55,6 +53,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         d_states, d_weight = ctx.saved_tensors
         return None if d_states is None else d_states.mul_(d_sum), None if d_weight is None else d_weight.mul_(d_sum), None, None
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """``total`` (+)= left @ right, the sum in the type of ``total``."""
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total.add_(left @ right)
 
 
 def linear_cross_entropy(states: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

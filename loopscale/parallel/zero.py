@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscale.config.tree import OptimizerConfig
-from loopscale.environment.doctor import apex_state
+from loopscale.environment.doctor import apex_has_kernels
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, as the optimizers name them."""
@@ -129,7 +129,7 @@ class ZeroOptimizer:
 def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """apex's fused AdamW on a GPU where apex is built, else torch's fused one."""
     on_gpu = groups[0]["params"][0].device.type == "cuda"
-    if on_gpu and apex_state() == "nvidia":
+    if on_gpu and apex_has_kernels():
         from apex.optimizers import FusedAdam
 
         return FusedAdam(groups, lr=config.lr, betas=config.betas, eps=config.eps, adam_w_mode=True)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -146,7 +146,10 @@ def depths(run: Run) -> Panel:
     if pmf:
         name = f"prior {run.about('prior').get('name', '')}".strip()
         prior = [row["prior"] for row in rows]
-        figure.add_scatter(x=list(shown), y=prior, name=name, meta="second", mode="lines+markers", hovertemplate="%{y:.1%}")
+        # Steps, not slopes: a law over whole numbers has nothing in between.
+        figure.add_scatter(
+            x=list(shown), y=prior, name=name, meta="second", mode="lines", line_shape="hvh", hovertemplate="%{y:.1%}"
+        )
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     return Panel("depths", title, "One draw per depth group, at logged steps only.", rows, figure)
 
@@ -239,6 +242,7 @@ def _add_references(figure: go.Figure, references: Mapping[str, float], points: 
             mode="lines+text",
             text=["", label] if at_right else [label, ""],
             textposition="top left" if at_right else "top right",
+            cliponaxis=False,  # the label of the topmost line stands above the axes
             hovertemplate=f"%{{y:{form}}}",
             showlegend=False,
         )

@@ -42,7 +42,7 @@ def _throughput(run: Run) -> dict[str, Any]:
     if shares:
         share = statistics.median(shares)
         rows["time in matrix products at full rate"] = f"{share:.0%}"
-        rows["time in all else"] = f"{1 - share:.0%}"
+        rows["time in all else"] = f"{max(0, 1 - share):.0%}"
     if elapsed:
         rows["training time"] = str(timedelta(seconds=round(elapsed[-1])))
     if run.records:

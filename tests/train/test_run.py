@@ -1,0 +1,122 @@
+"""Whole runs, started as users start them: layouts agree, a killed run goes on, bad steps are skipped by all."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.conftest import Runs
+
+pytestmark = pytest.mark.ranks
+
+
+def relative(found, expected) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, text_corpus) -> Runs:
+    """A run of 20 steps on one process, the yardstick of the others; depths are drawn per group."""
+    runs = Runs(tmp_path_factory.mktemp("one"), text_corpus)
+    runs.train("one")
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(1, ["batch.microbatch=2"]), (2, ["parallel.zero=1"]), (2, ["parallel.zero=0"]), (4, ["batch.microbatch=1", "corpus.workers=1"])],
+    ids=["half-microbatch", "2-ranks-zero1", "2-ranks-zero0", "4-ranks-readers"],
+)
+def test_every_layout_gives_the_curve_depths_and_weights_of_one_process(one_process, runs, ranks, overrides):
+    runs.train("other", *overrides, ranks=ranks)
+    expected, found = one_process.records("one"), runs.records("other")
+    assert len({d for record in expected for d in record["depths"]}) > 2
+    assert [r["depths"] for r in found] == [r["depths"] for r in expected]
+    assert [r["tokens"] for r in found] == [r["tokens"] for r in expected]
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
+    weights = runs.weights("other", 20)
+    for name, value in one_process.weights("one", 20).items():
+        assert relative(weights[name], value) <= (1e-5 if name.startswith("weight/") else 1e-4), name
+
+
+def test_a_run_learns_and_says_so(one_process):
+    records = one_process.records("one")
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert [r["step"] for r in records] == list(range(1, 21))
+    assert set(records[-1]["validation"]) == {"1", "2", "3", "6"}
+    assert len(records[0]["state_norm"]) == max(records[0]["depths"])
+    path = one_process.path("one")
+    assert (path / "config.yaml").exists() and (path / "code" / "loopscale" / "cli.py").exists()
+    assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-10", "step-15", "step-20"}
+
+
+def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_corpus):
+    """SIGKILL at eight random moments; every loss, also those across the epoch's edge, is the same to the last bit."""
+    short_epochs = ["corpus.sequence_length=64", "train.steps=60", "batch.global_batch=16", "model.hidden_size=64", "model.ffn_size=128"]
+    runs.train("calm", *short_epochs)
+    draw, kills, in_save = random.Random(7), 0, 0
+    while kills < 8:
+        process = runs.start("killed", *short_epochs, options=["--resume", "auto"])
+        target = max((r["step"] for r in _records(runs)), default=0) + draw.randint(1, 9)
+        wait_for_save = kills % 3 == 1
+        while process.poll() is None:
+            saving = list((runs.path("killed") / "checkpoints").glob("*.writing"))
+            if saving if wait_for_save else max((r["step"] for r in _records(runs)), default=0) >= target:
+                os.killpg(process.pid, signal.SIGKILL)
+                in_save += bool(list((runs.path("killed") / "checkpoints").glob("*.writing")))
+                kills += 1
+                break
+            time.sleep(0.0005 if wait_for_save else draw.uniform(0.001, 0.02))
+        else:
+            assert process.returncode == 0, process.stdout.read()
+            break
+        process.wait()
+    runs.train("killed", *short_epochs, options=["--resume", "auto"])
+    assert kills == 8
+    assert in_save >= 1
+    calm, killed = runs.records("calm"), runs.records("killed")
+    assert [r["step"] for r in killed] == list(range(1, 61))
+    for key in ("loss", "grad_norm", "depths", "lr", "tokens", "state_norm"):
+        assert [r[key] for r in killed] == [r[key] for r in calm], key
+    assert calm[-1]["tokens"] > 2 * 60 * 64, "the run must be long enough to cross an epoch"
+
+
+def _records(runs: Runs) -> list[dict]:
+    try:
+        lines = (runs.path("killed") / "metrics.jsonl").read_text().splitlines()
+        import json
+
+        return [json.loads(line) for line in lines if line.endswith("}")]
+    except (OSError, ValueError):
+        return []
+
+
+def test_a_notice_saves_and_the_run_goes_on(one_process, runs):
+    process = runs.start("noticed", "train.steps=20")
+    deadline = time.monotonic() + 120
+    while not (runs.path("noticed") / "metrics.jsonl").exists() or len(runs.records("noticed")) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the run ended before the notice arrived")
+    assert process.returncode == 75, output
+    assert "stopped" in output
+    runs.train("noticed", options=["--resume", "auto"])
+    assert [r["loss"] for r in runs.records("noticed")] == [r["loss"] for r in one_process.records("one")]
+
+
+def test_a_new_run_does_not_overwrite_one(one_process):
+    output = one_process.train("one", exit_code=2)
+    assert "already holds a run; go on with --resume auto" in output
+
+
+def test_another_seed_or_corpus_is_not_resumed(one_process, tmp_path):
+    output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=1)
+    assert "was trained with seed 1, the configuration says 2" in output
