@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from loopscale.errors import LoopscaleError
 
     try:
-        return options.run(options)  # type: ignore[no-any-return]
+        return options.run(options)
     except LoopscaleError as error:
         if options.traceback:
             raise
@@ -84,9 +84,15 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "Train a looped model. CONFIG is YAML over the defaults.", add_help=False)
     _config_arguments(train, "run")
-    train.add_argument("--resume", metavar="WHERE", help='"auto": this run\'s newest whole checkpoint; or a run folder or checkpoint')
-    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and where each value comes from")
-    train.add_argument("--dry-run", action="store_true", help="print layout, batch arithmetic, parameters and memory; start nothing")
+    train.add_argument(
+        "--resume", metavar="WHERE", help='"auto": this run\'s newest whole checkpoint; or a run folder or checkpoint'
+    )
+    train.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and where each value comes from"
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="print layout, batch arithmetic, parameters and memory; start nothing"
+    )
     train.add_argument("--nodes", type=int, default=1, help="with --dry-run: nodes (1)")
     train.add_argument("--per-node", type=int, default=1, help="with --dry-run: processes per node (1)")
     train.add_argument("--profile", action="store_true", help="record steps 4 to 6 into RUN/profile")
@@ -122,7 +128,11 @@ class _HelpWithKeys(argparse.Action):
         from loopscale.config import Config, CorpusBuild
         from loopscale.config.show import describe_keys
 
-        print(parser.format_help() + "\nkeys of CONFIG:" + describe_keys(Config if parser.get_default("kind") == "run" else CorpusBuild))
+        print(
+            parser.format_help()
+            + "\nkeys of CONFIG:"
+            + describe_keys(Config if parser.get_default("kind") == "run" else CorpusBuild)
+        )
         parser.exit()
 
 
@@ -167,7 +177,7 @@ def _corpus_build(options: argparse.Namespace) -> int:
 def _corpus_inspect(options: argparse.Namespace) -> int:
     from loopscale.corpus.show import inspect
 
-    print(inspect(options.corpus, options.split, options.count, options.sequence_length))
+    inspect(options.corpus, split=options.split, count=options.count, sequence_length=options.sequence_length)
     return 0
 
 

@@ -51,7 +51,11 @@ def commit(writing: Path) -> Path:
 
 def committed(checkpoints: Path) -> list[Path]:
     """Folders of committed checkpoints, newest first."""
-    found = [(int(m[1]), p) for p in checkpoints.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and (p / MANIFEST).is_file()]
+    found = [
+        (int(m[1]), p)
+        for p in checkpoints.glob("step-*")
+        if (m := re.fullmatch(r"step-(\d+)", p.name)) and (p / MANIFEST).is_file()
+    ]
     return [p for _, p in sorted(found, reverse=True)]
 
 
@@ -59,7 +63,8 @@ def verify(checkpoint: Path) -> None:
     """Reads every file against the manifest; raises :class:`CheckpointError` that names the first damaged one."""
     if not (checkpoint / MANIFEST).is_file():
         raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}" + (", its save was cut short" if checkpoint.name.endswith(_WRITING) else "")
+            f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}"
+            + (", its save was cut short" if checkpoint.name.endswith(_WRITING) else "")
         )
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -67,19 +72,18 @@ def verify(checkpoint: Path) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {MANIFEST} cannot be read ({error})") from None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {checkpoint.name} has format {version}; this version of loopscale reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} has format {version}; this version of loopscale reads {FORMAT_VERSION}"
+        )
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {name} is missing")
-        if path.stat().st_size != expected["size"]:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.name} is damaged: {name} has {path.stat().st_size} bytes, the manifest says {expected['size']}"
-            )
-        if (digest := _digest(path)) != expected["sha256"]:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.name} is damaged: {name} has digest {digest[:8]}…, the manifest says {expected['sha256'][:8]}…"
-            )
+        damaged, size, digest = f"checkpoint {checkpoint.name} is damaged: {name} has", path.stat().st_size, expected["sha256"]
+        if size != expected["size"]:
+            raise CheckpointError(f"{damaged} {size} bytes, the manifest says {expected['size']}")
+        if (found := _digest(path)) != digest:
+            raise CheckpointError(f"{damaged} digest {found[:8]}…, the manifest says {digest[:8]}…")
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:

@@ -64,7 +64,7 @@ def save(
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The counters of a verified checkpoint."""
-    return json.loads((checkpoint / "state.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((checkpoint / "state.json").read_text())
 
 
 def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -77,7 +77,9 @@ def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
     reader = dcp.FileSystemReader(checkpoint / "tensors")
     stored = {name: tuple(m.size) for name, m in reader.read_metadata().state_dict_metadata.items() if hasattr(m, "size")}
     problems = [f"{name} is missing" for name in shapes if name not in stored]
-    problems += [f"{n} has shape {list(stored[n])}, the model {list(s)}" for n, s in shapes.items() if n in stored and stored[n] != s]
+    problems += [
+        f"{n} has shape {list(stored[n])}, the model {list(s)}" for n, s in shapes.items() if n in stored and stored[n] != s
+    ]
     kinds = {name.split("/")[0] for name in shapes}
     problems += [f"{name} is not in the model" for name in stored if name.split("/")[0] in kinds and name not in shapes]
     if problems:

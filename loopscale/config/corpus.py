@@ -46,7 +46,7 @@ class CorpusBuild(Section):
     """Seed of the split and of the documents' order."""
     held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """Share of documents held out for validation."""
-    shard_size: PositiveInt = 1 << 26
+    shard_size: Annotated[int, Field(ge=1, lt=1 << 32)] = 1 << 26
     """Bytes of a shard before compression."""
     compression: Literal["zstd", "none"] = "zstd"
     """Compression of shards."""

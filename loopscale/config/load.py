@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"the key {key!r} appears twice", problem_mark=key_node.start_mark)
             seen.add(key)
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
@@ -86,9 +86,15 @@ def from_values(tree: type[Tree], content: Mapping[str, Any], source: str = "con
 
 def _layers(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1) if path.parent.is_dir() else []
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+            if path.parent.is_dir()
+            else []
+        )
         named = f", named as base by {trail[-1]}" if trail else ""
-        raise UsageError(f"config file {path} does not exist{named}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        raise UsageError(
+            f"config file {path} does not exist{named}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+        )
     if path.resolve() in [p.resolve() for p in trail]:
         raise UsageError(f"config files name each other as base: {' -> '.join(map(str, (*trail, path)))}")
     content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -185,7 +191,7 @@ def _section_at(tree: type[BaseModel], key: Key) -> type[BaseModel] | None:
 
 def all_keys(tree: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
     """Every key of the tree, depth first."""
-    for name, field in tree.model_fields.items():
+    for name in tree.model_fields:
         inner = _section_at(tree, (name,))
         if inner is None:
             yield (*prefix, name)
@@ -201,7 +207,9 @@ def _problem(tree: type[BaseModel], key: Key, error: ErrorDetails, values: Mappi
         near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
         if not near:
             near = [".".join(k) for k in known.values() if k[-1] == key[-1]][:1]
-        return Problem(dotted, "unknown key" + (f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(tree.model_fields)}"))
+        return Problem(
+            dotted, "unknown key" + (f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(tree.model_fields)}")
+        )
     if kind == "missing":
         return Problem(dotted, "must be given")
     field = (_section_at(tree, key[:-1]) or tree).model_fields.get(key[-1]) if key else None
@@ -238,9 +246,14 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return words + (" or null" if len(parts) < len(typing.get_args(annotation)) else "")
     if origin is typing.Literal:
         return "one of " + ", ".join(str(c) for c in typing.get_args(annotation))
-    bounds = {name: getattr(m, name) for m in metadata for name in ("gt", "ge", "lt", "le", "pattern") if getattr(m, name, None) is not None}
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "pattern": "matching"}
-    limits = "".join(f", {words[name]} {bound}" for name, bound in bounds.items())
+    bounds = {
+        name: getattr(m, name)
+        for m in metadata
+        for name in ("gt", "ge", "lt", "le", "pattern")
+        if getattr(m, name, None) is not None
+    }
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "pattern": "matching"}
+    limits = "".join(f", {signs[name]} {bound}" for name, bound in bounds.items())
     if origin is tuple:
         inner_type = typing.get_args(annotation)
         count = "a list of" if inner_type[-1] is Ellipsis else f"a list of {len(inner_type)}:"

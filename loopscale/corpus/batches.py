@@ -7,8 +7,11 @@ group and cuts it into microbatches. So another number of ranks, microbatch size
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,9 @@ from loopscale.config import Batch
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus, Sample, starts_of, targets_of
 from loopscale.errors import DataError, LoopscaleError
+
+_Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+"""Tokens, targets, cu_seqlens and samples of a microbatch, as workers send them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class StepBatch:
 
 def batches(
     corpus: PackedCorpus, order: Order, batch: Batch, *, data_rank: int, consumed: int, workers: int, steps: int
-) -> Iterator[StepBatch]:
+) -> Generator[StepBatch, None, None]:
     """The next ``steps`` step batches of data-parallel rank ``data_rank`` after ``consumed`` global samples.
 
     ``workers`` processes read ahead, or none; what they have read ahead counts nowhere. They ignore the signals that
@@ -71,16 +77,33 @@ def batches(
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # else the loader would draw from the run's own generator
     )
-    arrays = iter(loader)
-    try:
+    with _reading(loader) as take:
         for step in range(steps):
             first = consumed + step * batch.global_batch
-            groups = tuple(
-                tuple(_tensors(next(arrays)) for _ in range(batch.microbatches_per_group)) for _ in range(batch.groups)
-            )
+            groups = tuple(tuple(_tensors(take()) for _ in range(batch.microbatches_per_group)) for _ in range(batch.groups))
             yield StepBatch(groups, first, first + batch.global_batch)
+
+
+@contextmanager
+def _reading(loader: DataLoader[_Arrays]) -> Iterator[Callable[[], _Arrays | LoopscaleError]]:
+    """The loader's next item. Its workers end with the block, or at exit if an iterator was never closed: they ignore
+    the signal by which multiprocessing would end them, and it would wait for them for ever."""
+    others = set(multiprocessing.active_children())
+    readers = [iter(loader)]
+    workers = set(multiprocessing.active_children()) - others
+
+    def end() -> None:
+        readers.clear()  # the last reference: the loader asks its workers to leave, and waits a little
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+
+    atexit.register(end)
+    try:
+        yield lambda: next(readers[0])
     finally:
-        del arrays  # ends the workers
+        atexit.unregister(end)
+        end()
 
 
 def collate(samples: Sequence[Sample], numbers: Sequence[int]) -> Microbatch:
@@ -101,9 +124,6 @@ def _requests(batch: Batch, data_rank: int, consumed: int, steps: int) -> Iterat
         stripe = consumed + group * batch.group + data_rank * batch.group_per_rank
         for begin in range(stripe, stripe + batch.group_per_rank, batch.microbatch):
             yield list(range(begin, begin + batch.microbatch))
-
-
-_Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
 
 
 class _Reader(Dataset[_Arrays]):

@@ -1,11 +1,11 @@
 """A corpus as it says of itself: `corpus.json` and the small files beside it, local or behind a URL.
 
-    corpus.json              fingerprint, statistics, digests
-    tokenizer.json
-    train/, validation/      index.json and shard.*.mds[.zstd] of mosaicml-streaming, and
-        records.npy          int64 [records + 1], first token of each record in the split's token stream, then the total
-        documents.npy        int64 [documents], first token of each document
-        unigram.npy          int64 [vocab_size], how often each token occurs
+corpus.json              fingerprint, statistics, digests
+tokenizer.json
+train/, validation/      index.json and shard.*.mds[.zstd] of mosaicml-streaming, and
+    records.npy          int64 [records + 1], first token of each record in the split's token stream, then the total
+    documents.npy        int64 [documents], first token of each document
+    unigram.npy          int64 [vocab_size], how often each token occurs
 """
 
 from __future__ import annotations

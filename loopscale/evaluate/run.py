@@ -77,7 +77,14 @@ def evaluate(
     console = Console()
     steps = _microbatches(samples, batch, restored)
     total = -(-len(samples) // batch)
-    shown = track(steps, description=f"{len(samples)} sequences", total=total, console=console, disable=not console.is_terminal, transient=True)
+    shown = track(
+        steps,
+        description=f"{len(samples)} sequences",
+        total=total,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
     losses, tokens = loss_by_depth(restored.stage, shown, wanted)
     evaluation = Evaluation(
         checkpoint=restored.checkpoint.name,

@@ -15,7 +15,8 @@ from loopscale.model.inputs import Documents, Inputs
 
 @dataclass(frozen=True)
 class Output:
-    """``logits`` [batch, sequence, vocabulary] fp32; ``states`` the state after every visit, each [batch, sequence, width], if asked for."""
+    """``logits`` [batch, sequence, vocabulary] fp32; ``states``, if asked for, the state after every visit, each
+    [batch, sequence, width]."""
 
     logits: Tensor
     states: tuple[Tensor, ...] = ()
@@ -78,13 +79,13 @@ class LoopedModel:
             if token == self.end_of_text:
                 break
             tokens.append(token)
-        return self.tokenizer.decode(tokens)  # type: ignore[no-any-return]
+        return self.tokenizer.decode(tokens)
 
     def _inputs(self, tokens: Tensor) -> Inputs:
         device = self._stage.head_weight.device
         tokens = tokens.to(device)
         rows = torch.arange(len(tokens), device=device)
-        return Inputs(tokens, tokens, Documents.whole(*tokens.shape, device=device), rows, 0, "evaluation")
+        return Inputs(tokens, tokens, Documents.whole(tokens.shape[0], tokens.shape[1], device), rows, 0, "evaluation")
 
 
 def load(path: str | Path) -> LoopedModel:

@@ -70,8 +70,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
 
     length, batch = q.shape[:2]
     boundaries = attending.documents.boundaries
-    packed = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
-    out = varlen_attn(*packed, boundaries, boundaries, length, length, window_size=(-1, 0), enable_gqa=k.shape[2] != q.shape[2])
+    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    out = varlen_attn(q, k, v, boundaries, boundaries, length, length, window_size=(-1, 0), enable_gqa=k.shape[1] != q.shape[1])
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch, length)).transpose(0, 1)
 
@@ -85,6 +85,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         causal = F.scaled_dot_product_attention(q[whole], k[whole], v[whole], is_causal=True, enable_gqa=grouped)
-        masked = F.scaled_dot_product_attention(q[mixed], k[mixed], v[mixed], attn_mask=attending.documents.mask.to(q.dtype), enable_gqa=grouped)
+        masked = F.scaled_dot_product_attention(
+            q[mixed], k[mixed], v[mixed], attn_mask=attending.documents.mask.to(q.dtype), enable_gqa=grouped
+        )
         out = torch.cat((causal, masked))[torch.cat((whole, mixed)).argsort()]
     return out.permute(2, 0, 1, 3)

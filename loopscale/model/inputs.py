@@ -27,7 +27,7 @@ class Documents:
     length: int
 
     @classmethod
-    def whole(cls, batch: int, length: int, device: torch.device | str = "cpu") -> Documents:
+    def whole(cls, batch: int, length: int, device: torch.device) -> Documents:
         """Every sequence is one document."""
         return cls(torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device), batch, length)
 

@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · gain over the last axis; fp32 inside, the type of ``x`` outside."""
     wide = x.float()
     norm = _CpuRmsNorm.apply(wide, gain, eps) if x.device.type == "cpu" else F.rms_norm(wide, gain.shape, gain, eps)
-    return norm.to(x.dtype)  # type: ignore[no-any-return]
+    return norm.to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -58,7 +58,9 @@ class LoopedStage(nn.Module):
         self.to(device)
         self.rotary = None
         if model.positions == "rope":
-            self.rotary = Rotary.build(max_positions, model.head_width, model.rope_base, model.rope_interleaved, torch.device(device))
+            self.rotary = Rotary.build(
+                max_positions, model.head_width, model.rope_base, model.rope_interleaved, torch.device(device)
+            )
         self._table = holders(model, max_positions)
         if initialise:
             self.initialise()
@@ -102,12 +104,12 @@ class LoopedStage(nn.Module):
     def decode(self, inputs: Inputs, state: Tensor) -> Tensor:
         """readout(coda(state)), [S, B, d] fp32."""
         h = self._run(self.coda_block, state, inputs)
-        return h if self.readout is None else self.readout(h)  # type: ignore[no-any-return]
+        return h if self.readout is None else self.readout(h)
 
     @property
     def head_weight(self) -> Tensor:
         """[V, d]."""
-        return self.embedding.weight if self.model.tied_head else self.head.weight  # type: ignore[return-value]
+        return self.embedding.weight if self.model.tied_head else self.head.weight
 
     def logits(self, decoded: Tensor) -> Tensor:
         """[S, B, d] to [S, B, V], fp32."""
@@ -126,6 +128,6 @@ class LoopedStage(nn.Module):
             return h
         attending = Attending(inputs.documents, self.rotary)
         if self.compute == torch.float32:
-            return block(h, attending)  # type: ignore[no-any-return]
+            return block(h, attending)
         cast = {n: p.to(self.compute) if p.dim() > 1 else p for n, p in block.named_parameters()}
-        return functional_call(block, cast, (h.to(self.compute), attending)).float()  # type: ignore[no-any-return]
+        return functional_call(block, cast, (h.to(self.compute), attending)).float()

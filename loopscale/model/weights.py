@@ -8,6 +8,7 @@ V vocabulary, d width, n query heads, g key/value heads, c head width, f feed-fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -124,12 +125,12 @@ def initial(weight: Weight, model: ModelConfig, seed: int) -> Tensor:
         case "identity":
             return torch.eye(weight.shape[0])
         case "half_log_five":
-            return torch.full(weight.shape, 0.5 * torch.log(torch.tensor(5.0, dtype=torch.float64))).expm1().log()
+            return torch.full(weight.shape, math.log(math.expm1(0.5 * math.log(5.0))))
     key = stream_key(seed, f"weight {weight.name}")
     rows, zero = torch.arange(weight.shape[0]), torch.zeros(1, dtype=torch.int64)
     width = weight.shape[1]
     if model.init_scheme == "pytorch":
-        if weight.init == "embedding" and not (weight.name == "head"):
+        if weight.init == "embedding" and weight.name != "head":
             return normals(key, rows, zero, 0, width)
         return (2 * uniforms(key, rows, zero, 0, width) - 1) * width**-0.5
     if weight.init == "embedding":

@@ -39,8 +39,8 @@ def world_from_environment() -> tuple[int, int]:
 def start(parallel: ParallelConfig) -> Mesh:
     """Joins the process group and builds Megatron's groups; a second call in one process returns the same mesh.
 
-    NCCL for tensors on a GPU, gloo for those on the CPU (the fp64 sums of a step). A single process needs no address: its store lives in memory. Raises
-    :class:`ClusterError` when the other ranks cannot be reached.
+    NCCL for tensors on a GPU, gloo for those on the CPU (the fp64 sums of a step). A single process needs no address:
+    its store lives in memory. Raises :class:`ClusterError` when the other ranks cannot be reached.
     """
     from megatron.core import parallel_state
 

@@ -132,7 +132,7 @@ def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.o
     if on_gpu and apex_has_kernels():
         from apex.optimizers import FusedAdam
 
-        return FusedAdam(groups, lr=config.lr, betas=config.betas, eps=config.eps, adam_w_mode=True)  # type: ignore[no-any-return]
+        return FusedAdam(groups, lr=config.lr, betas=config.betas, eps=config.eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -152,7 +152,9 @@ def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, 
         "gradient_clipping": (clip or 0.0) if zero_stage else 0.0,
         "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": False},
     }
-    engine, *_ = deepspeed.initialize(model=twins, optimizer=adam, mpu=_Groups(parallel_state), dist_init_required=False, config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=twins, optimizer=adam, mpu=_Groups(parallel_state), dist_init_required=False, config=settings
+    )
     return engine
 
 

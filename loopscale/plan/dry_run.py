@@ -7,7 +7,7 @@ states under recomputation; one chunk of logits with its gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 
 from loopscale.config import Batch, Config, settle
@@ -15,7 +15,9 @@ from loopscale.config.tree import ModelConfig
 from loopscale.depth import make_prior
 from loopscale.errors import ConfigError, Problem
 from loopscale.model.flops import count, training_flops
+from loopscale.objective.supervision import exit_weights
 from loopscale.parallel.ring.plan import Work
+from loopscale.train.banner import quantity, sizes
 
 _GIB = 2**30
 
@@ -30,38 +32,28 @@ class Memory:
     activations: int
     logits: int
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
-
 
 def dry_run(config: Config, nodes: int, per_node: int) -> str:
     """The report for ``nodes`` × ``per_node`` processes; raises :class:`ConfigError` when the layout cannot be."""
     world = nodes * per_node
-    vocabulary, note = _vocabulary(config)
-    model = config.model.model_copy(update={"vocab_size": vocabulary})
+    model = config.model.model_copy(update={"vocab_size": _vocabulary(config)})
     data_parallel = world // (config.parallel.tensor * config.parallel.pipeline)
     batch = settle(config.batch, config.depth.groups, data_parallel)
     prior, depth, length = make_prior(config.depth), config.depth, config.corpus.sequence_length
     counts, memory = count(model, length), predict_memory(config, model, batch)
     tokens = batch.global_batch * length
-    expected = sum(
-        p * training_flops(counts, Work(r, b := depth.gradient_visits(r), tuple(range(r - b + 1, r + 1)) if config.objective.kind == "per_loop" else (r,)))
-        for r, p in enumerate(prior.probabilities, 1)
-    )  # fmt: skip
-    gib = {name: getattr(memory, name) / _GIB for name in ("weights", "gradients", "optimizer", "activations", "logits")}
+    law = enumerate(prior.probabilities, 1)
+    flops = sum(p * training_flops(counts, _work(config, r)) for r, p in law)
+    truncated = sum(p for r, p in enumerate(prior.probabilities, 1) if r > depth.gradient_visits(r))
+    gib = {kind: size / _GIB for kind, size in asdict(memory).items()}
     lines = [
-        f"model    {counts.total / 1e6:,.1f}M parameters · {(counts.total - counts.embedding) / 1e6:,.1f}M non-embedding · "
-        f"{counts.effective(depth.evaluation_depth) / 1e6:,.1f}M effective at depth {depth.evaluation_depth} · "
-        f"{expected / 1e9:.3g} GFLOP a token (prior mean){note}",
-        f"layout   {nodes} node{'s' * (nodes > 1)} × {per_node} = DP {data_parallel} · ZeRO-{config.parallel.zero} · one stage; "
-        + _ranks(world, per_node),
-        f"batch    {batch.global_batch} sequences × {length:,} = {tokens:,} tokens a step · {batch.groups} depth groups of {batch.group} · "
-        f"{batch.group_per_rank} per rank and group · microbatch {batch.microbatch} × {batch.accumulation} · {config.train.steps:,} steps = "
-        f"{tokens * config.train.steps / 1e6:,.1f}M tokens",
-        f"depth    {prior.name} · mean {prior.mean:.3g} · entropy {prior.entropy:.3g} nats · p(R > b) "
-        f"{sum(p for r, p in enumerate(prior.probabilities, 1) if r > depth.gradient_visits(r)):.1%}",
-        "memory   per rank: " + "  ".join(f"{name} {size:.2f}" for name, size in gib.items()) + f"  = {memory.total / _GIB:.2f} GiB",
+        f"model    {sizes(counts, depth.evaluation_depth)} · {flops / 1e9:.3g} GFLOP a token (prior mean)",
+        f"layout   DP {data_parallel} · ZeRO-{config.parallel.zero} · one stage · {_ranks(world, per_node)}",
+        f"batch    {batch.global_batch} sequences × {length:,} = {tokens:,} tokens a step · {batch.groups} depth groups of "
+        f"{batch.group}, {batch.group_per_rank} per rank · microbatch {batch.microbatch}, {batch.accumulation} a step",
+        f"steps    {config.train.steps:,} = {quantity(tokens * config.train.steps)} tokens",
+        f"depth    {prior.name} · mean {prior.mean:.3g} · entropy {prior.entropy:.3g} nats · {truncated:.1%} beyond backprop",
+        f"memory   per rank: {'  '.join(f'{k} {v:.2f}' for k, v in gib.items())}  = {sum(gib.values()):.2f} GiB",
         "ok       nothing was started",
     ]
     return "\n".join(lines)
@@ -90,6 +82,11 @@ def predict_memory(config: Config, model: ModelConfig, batch: Batch) -> Memory:
     )
 
 
+def _work(config: Config, depth: int) -> Work:
+    b = config.depth.gradient_visits(depth)
+    return Work(depth, b, tuple(exit_weights(config.objective, depth, b)))
+
+
 def _layer_activations(model: ModelConfig, width: int) -> int:
     """Bytes that one layer keeps per token: norms' inputs and outputs, q, k, v twice (before and after rotation),
     attention's output, both feed-forward branches, their activation and product."""
@@ -98,16 +95,17 @@ def _layer_activations(model: ModelConfig, width: int) -> int:
     return width * (4 * d + 2 * (q + 2 * kv) + q + 4 * f)
 
 
-def _vocabulary(config: Config) -> tuple[int, str]:
+def _vocabulary(config: Config) -> int:
     from loopscale.corpus.folder import open_corpus
     from loopscale.errors import DataError, UsageError
 
     if config.model.vocab_size is not None:
-        return config.model.vocab_size, ""
+        return config.model.vocab_size
     try:
-        return open_corpus(config.corpus.path, config.corpus.cache).vocab_size, ""
+        return open_corpus(config.corpus.path, config.corpus.cache).vocab_size
     except (UsageError, DataError) as error:
-        raise ConfigError("--dry-run", [Problem("model.vocab_size", f"must be given, since the corpus cannot tell it ({error})")]) from None
+        sentence = f"must be given, since the corpus cannot tell it ({error})"
+        raise ConfigError("--dry-run", [Problem("model.vocab_size", sentence)]) from None
 
 
 def _ranks(world: int, per_node: int) -> str:

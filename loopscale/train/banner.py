@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import loopscale
 
 if TYPE_CHECKING:
+    from loopscale.model.flops import Counts
     from loopscale.train.run import Run
 
 
@@ -27,8 +28,7 @@ def banner(run: Run) -> list[str]:
     every = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"
     compute = str(run.stage.compute).removeprefix("torch.")
     return [
-        f"loopscale {loopscale.__version__} · {run.folder.name} · looped {shape} · {quantity(counts.total)} parameters "
-        f"({quantity(counts.total - counts.embedding)} non-embedding, {quantity(counts.effective(mean))} effective at depth {mean})",
+        f"loopscale {loopscale.__version__} · {run.folder.name} · looped {shape} · {sizes(counts, mean)}",
         f"data     {config.corpus.path} · {quantity(train)} tokens train, {quantity(held_out)} held out · "
         f"{corpus.tokenizer_name} · fingerprint {corpus.fingerprint[:4]}…{corpus.fingerprint[-2:]}",
         f"batch    {batch.global_batch} × {length} = {step_tokens:,} tokens a step · {batch.groups} depth groups · microbatch "
@@ -71,6 +71,14 @@ def facts(run: Run) -> dict[str, Any]:
         "prior": {"name": run.prior.name, "mean": run.prior.mean, "pmf": list(run.prior.probabilities)},
         "matmul_flops_per_s": run.matmul_rate,
     }  # fmt: skip
+
+
+def sizes(counts: Counts, depth: int) -> str:
+    """Parameter counts in words."""
+    return (
+        f"{quantity(counts.total)} parameters ({quantity(counts.total - counts.embedding)} non-embedding, "
+        f"{quantity(counts.effective(depth))} effective at depth {depth})"
+    )
 
 
 def quantity(value: float) -> str:

@@ -1,8 +1,8 @@
 """The folder of a run: its name, what is written into it at the start, and where a resumed run finds its past.
 
-    config.yaml  manifest.json  code/          what runs, written at every start
-    metrics.jsonl  journal.jsonl  events/  wandb/   what it tells
-    checkpoints/step-N/  evaluations/  report.html
+config.yaml  manifest.json  code/          what runs, written at every start
+metrics.jsonl  journal.jsonl  events/  wandb/   what it tells
+checkpoints/step-N/  evaluations/  report.html
 """
 
 from __future__ import annotations

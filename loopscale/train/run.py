@@ -114,7 +114,9 @@ class Run:
         if checkpoint is not None:
             self._load(checkpoint)
         self.started = time.monotonic() - self.progress.elapsed
-        self.matmul_rate = matmul_rate(matmul_shapes(config.model), self.batch.microbatch * config.corpus.sequence_length, mesh.device)
+        self.matmul_rate = matmul_rate(
+            matmul_shapes(config.model), self.batch.microbatch * config.corpus.sequence_length, mesh.device
+        )
         if mesh.is_main:
             self._introduce(loaded, checkpoint, notes)
 
@@ -124,8 +126,7 @@ class Run:
         config, progress = self.config, self.progress
         validation: dict[int, float] = {}
         window = _Window()
-        data = self._data()
-        with contextlib.closing(data), profiler(self.folder, profile and self.mesh.is_main) as profiled:
+        with contextlib.closing(self._data()) as data, profiler(self.folder, profile and self.mesh.is_main) as profiled:
             for batch in data:
                 last = progress.step + 1 == config.train.steps
                 validated = last or _due(progress.step + 1, config.validation.every)
@@ -181,8 +182,8 @@ class Run:
         )  # fmt: skip
         if progress.bad_in_a_row >= self.config.train.bad_steps:
             raise NumericsError(
-                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient; "
-                f"lower optimizer.lr ({self.config.optimizer.lr:g}) or resume from an earlier checkpoint. The last one is untouched"
+                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient. "
+                f"The weights are those before them: lower optimizer.lr ({self.config.optimizer.lr:g}) and resume"
             )
 
     def _validate(self) -> dict[int, float]:
@@ -234,7 +235,9 @@ class Run:
         except CheckpointError as error:
             if must:
                 raise
-            self.telemetry.event("warning", self.progress.step, f"{error}; the one before is kept, and the next is tried in {config.every} steps")
+            self.telemetry.event(
+                "warning", self.progress.step, f"{error}; the one before is kept, and the next is tried in {config.every} steps"
+            )
             return
         if self.mesh.is_main:
             commit.prune(path, config.keep, config.keep_every)
@@ -285,7 +288,9 @@ class Run:
             )
         for key, now in (("seed", self.config.run.seed), ("global_batch", self.batch.global_batch)):
             if state[key] != now:
-                raise CheckpointError(f"{checkpoint} was trained with {key} {state[key]}, the configuration says {now}; a resumed run keeps it")
+                raise CheckpointError(
+                    f"{checkpoint} was trained with {key} {state[key]}, the configuration says {now}; a resumed run keeps it"
+                )
 
     # ---- the start
 
@@ -294,7 +299,9 @@ class Run:
         size = self.corpus.vocab_size
         asked = config.model.vocab_size
         if asked is not None and asked < size:
-            raise ConfigError(config.corpus.path, [Problem("model.vocab_size", f"is {asked}; the corpus's tokenizer has {size} tokens")])
+            raise ConfigError(
+                config.corpus.path, [Problem("model.vocab_size", f"is {asked}; the corpus's tokenizer has {size} tokens")]
+            )
         model = config.model.model_copy(update={"vocab_size": asked or size})
         return config.model_copy(update={"model": model})
 
@@ -309,7 +316,9 @@ class Run:
         for note in notes:
             self.telemetry.event("warning", resumed, note)
         if aside:
-            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {', '.join(p.name for p in aside)}")
+            self.telemetry.event(
+                "warning", resumed, f"set aside, for this run goes on from before: {', '.join(p.name for p in aside)}"
+            )
         if checkpoint is not None:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
 
@@ -325,7 +334,7 @@ class Run:
             dist.broadcast_object_list(answer)
         if isinstance(answer[0], LoopscaleError):
             raise answer[0]
-        return answer[0]  # type: ignore[no-any-return]
+        return answer[0]
 
 
 class _Window:

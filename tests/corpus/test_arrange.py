@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from loopscale.corpus.arrange import ROW, arrange, digests
 from loopscale.corpus.documents import Document
 from loopscale.errors import DataError
 
 
-def rows_of(count: int, seed: int = 1, source: int = 0) -> np.ndarray:
+def rows_of(count: int, seed: int = 1, source: int = 0) -> NDArray[np.void]:
     texts = [f"document {i}" for i in range(count)]
     found = [digests(Document("a", i, t), t.encode(), source, seed) for i, t in enumerate(texts)]
     return np.array([(s, o, 0, 100 + i) for i, (s, o) in enumerate(found)], ROW)

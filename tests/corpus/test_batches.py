@@ -89,11 +89,12 @@ def test_microbatches_carry_boundaries_and_masks(packed: PackedCorpus) -> None:
         assert (step.end - step.first, len(step.groups)) == (8, 2)
         for microbatch in (m for group in step.groups for m in group):
             samples = [packed[order[int(c)]] for c in microbatch.samples]
-            alike = collate(samples, range(len(samples)))
+            alike = collate(samples, microbatch.samples.tolist())
             assert torch.equal(microbatch.tokens, alike.tokens) and torch.equal(microbatch.targets, alike.targets)
             assert torch.equal(microbatch.cu_seqlens, alike.cu_seqlens) and microbatch.cu_seqlens.dtype == torch.int32
             starts = [row * LENGTH + p for row, s in enumerate(samples) for p in s.starts.tolist()]
             assert microbatch.cu_seqlens.tolist() == [*starts, 2 * LENGTH]
+            assert torch.equal(microbatch.samples, alike.samples)
             assert microbatch.inputs.shape == microbatch.targets.shape == (2, LENGTH)
             assert torch.equal(microbatch.to("cpu").samples, microbatch.samples)
 
@@ -109,8 +110,9 @@ def test_the_run_s_own_generator_is_left_alone(packed: PackedCorpus) -> None:
 def test_workers_ignore_notices_and_end_when_closed(packed: PackedCorpus) -> None:
     order = Order(len(packed), seed=3, shuffle_block=64)
     reader = batches(packed, order, sized(1), data_rank=0, consumed=0, workers=2, steps=20)
+    others = psutil.Process().children()
     next(reader)
-    workers = psutil.Process().children()
+    workers = [child for child in psutil.Process().children() if child not in others]
     assert len(workers) == 2
     for worker in workers:
         for notice in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -130,6 +132,27 @@ def test_damage_met_while_reading_is_one_sentence(corpus: Corpus, tmp_path: Path
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(DataError, match=r"^shard train/shard\.\d+\.mds\.zstd of corpus .* is damaged: [^\n]*$"):
         read(PackedCorpus(tmp_path / "copy", "train", LENGTH), sized(1), rank=0, workers=workers)
+
+
+UNCLOSED = """
+    import sys
+    from loopscale.config import Batch
+    from loopscale.corpus.batches import batches
+    from loopscale.corpus.order import Order
+    from loopscale.corpus.packing import PackedCorpus
+
+    packed = PackedCorpus(sys.argv[1], "train", 16)
+    reader = batches(packed, Order(len(packed), 3, 64), Batch(8, 1, 8, 2, 1), data_rank=0, consumed=0, workers=2, steps=20)
+    next(reader)
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_that_fails_does_not_wait_for_its_workers(corpus: Corpus) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(UNCLOSED), corpus.location]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (3, "")
 
 
 RANK = """

@@ -19,7 +19,7 @@ from loopscale.corpus.durable import locked
 from loopscale.corpus.folder import Corpus, open_corpus
 from loopscale.corpus.packing import PackedCorpus
 from loopscale.corpus.progress import Silent
-from loopscale.corpus.stages import tokenize
+from loopscale.corpus.stages import TokenizeJob, tokenize
 from loopscale.corpus.tokenizer import load_tokenizer, train_bpe
 from loopscale.errors import DataError, UsageError
 from tests.corpus.conftest import built, configured, texts, write_jsonl
@@ -87,7 +87,7 @@ KILLED = """
         def note(self, line): pass
         def close(self): pass
 
-    build.build(load(CorpusBuild, sys.argv[1], ["processes=2"]).config, progress=Killer())
+    build.build(load(CorpusBuild, sys.argv[1], [f"processes={sys.argv[3]}"]).config, progress=Killer())
 """
 
 
@@ -97,16 +97,21 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path: Path, small_pieces: 
         write_jsonl(tmp_path / "in" / f"{part}.jsonl", texts(20, seed=part))
     config = configured(tmp_path / "killed", tmp_path / "in")
     (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    for calls in (3, 8):  # while reading, and while tokenizing
-        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "config.yaml"), str(calls)]
+    for calls, processes in ((3, 2), (8, 1)):  # while reading, and while tokenizing
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "config.yaml"), str(calls), str(processes)]
         killed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=60)  # until all have left
         assert killed.returncode == -signal.SIGKILL
         left = [psutil.Process(int(pid)) for pid in killed.stdout.split() if psutil.pid_exists(int(pid))]
-        assert killed.stdout.split() and not psutil.wait_procs(left, timeout=10)[1]
+        assert not psutil.wait_procs(left, timeout=10)[1]
         with pytest.raises(UsageError, match="is not finished; the same `loopscale corpus build` goes on"):
             open_corpus(tmp_path / "killed")
     finished: list[bool] = []
-    monkeypatch.setattr("loopscale.corpus.build.tokenize", lambda job: (finished.append(job.target.exists()), tokenize(job))[1])
+
+    def watched(job: TokenizeJob) -> Path:
+        finished.append(job.target.exists())
+        return tokenize(job)
+
+    monkeypatch.setattr("loopscale.corpus.build.tokenize", watched)
     resumed = build(config, progress=Silent())
     assert True in finished and False in finished
     whole = built(tmp_path / "whole", tmp_path / "in")
@@ -163,7 +168,8 @@ def test_weights_are_shares_of_training_bytes(tmp_path: Path) -> None:
 def test_broken_lines_are_counted_listed_and_fatal_above_the_share(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", texts(30))
     source.write_text(source.read_text() + '{"text": ""}\n{oops\n[]\n')
-    with pytest.raises(DataError, match=r"2 of 33 lines hold no usable text \(6.06%\):\n  a.jsonl:32 is not(.|\n)*raise broken_share"):
+    told = r"2 of 33 lines hold no usable text \(6.06%\):\n  a.jsonl:32 is not JSON(.|\n)*raise broken_share"
+    with pytest.raises(DataError, match=told):
         built(tmp_path / "out", source)
     corpus = built(tmp_path / "out", source, broken_share=0.1)
     assert corpus.about["broken"]["lines"] == 2 and corpus.about["empty"] == 1
@@ -205,7 +211,8 @@ def test_streaming_itself_reads_the_shards(corpus: Corpus) -> None:
     from streaming import LocalDataset
 
     PackedCorpus(corpus.location, "train", 8).read(0, corpus.split("train").tokens)  # unpacks
-    records = LocalDataset(corpus.location, "train")
+    dataset = LocalDataset(corpus.location, "train")
+    records = [dataset[i] for i in range(len(dataset))]
     assert sum(int(r["begins"]) for r in records) == corpus.split("train").documents
     assert sum(len(r["tokens"]) for r in records) == corpus.split("train").tokens
 

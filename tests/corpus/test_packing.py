@@ -29,7 +29,8 @@ def stream_of(corpus: Corpus, split: str) -> tuple[list[int], list[int]]:
     PackedCorpus(corpus.location, split, 1).read(0, corpus.split(split).tokens)  # unpacks the shards
     tokens: list[int] = []
     begins: list[int] = []
-    for record in LocalDataset(corpus.location, split):
+    records = LocalDataset(corpus.location, split)
+    for record in (records[i] for i in range(len(records))):
         begins += [len(tokens)] if record["begins"] else []
         tokens += record["tokens"].tolist()
     return tokens, begins

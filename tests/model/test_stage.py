@@ -20,7 +20,8 @@ VOCABULARY, LENGTH, BATCH, SEED, STEP = 97, 24, 3, 5, 7
 SHAPES = {
     "fixedpoint": {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 80},
     "fixedpoint-tied-halves": {
-        "hidden_size": 32, "heads": 4, "ffn_size": 40, "inject": "add", "tied_head": True, "rope_interleaved": False, "readout": "raw",
+        "hidden_size": 32, "heads": 4, "ffn_size": 40, "inject": "add", "tied_head": True, "rope_interleaved": False,
+        "readout": "raw",
     },
     "blindspot": {
         "hidden_size": 48, "heads": 4, "kv_heads": 4, "ffn_size": 64, "prelude_layers": 0, "core_layers": 3, "coda_layers": 0,
@@ -32,7 +33,9 @@ SHAPES = {
 DOCUMENTS = {"whole": [[0], [0], [0]], "packed": [[0], [0, 5, 17], [0, 23]]}
 CASES = [
     (shape, objective, depth, b, documents)
-    for shape, objective, (depth, b), documents in itertools.product(SHAPES, ["terminal", "per_loop"], [(4, 4), (5, 2), (1, 1)], DOCUMENTS)
+    for shape, objective, (depth, b), documents in itertools.product(
+        SHAPES, ["terminal", "per_loop"], [(4, 4), (5, 2), (1, 1)], DOCUMENTS
+    )
     if not (shape == "blindspot" and b < depth)
 ]
 
@@ -102,7 +105,15 @@ def test_loss_and_every_gradient_agree_with_the_reference(mesh, shape, objective
     weights = perturb(stage)
     inputs, starts = example(documents)
     expected = reference.loss(
-        weights, spec_of(stage.model), inputs.tokens, starts, initial_state(stage.model, inputs), inputs.targets, objective, depth, b
+        weights,
+        spec_of(stage.model),
+        inputs.tokens,
+        starts,
+        initial_state(stage.model, inputs),
+        inputs.targets,
+        objective,
+        depth,
+        b,
     )
     expected.backward()
     assert run(stage, inputs, objective, depth, b) == pytest.approx(expected.item(), rel=TOLERANCE)

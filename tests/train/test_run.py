@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from loopscale.corpus.packing import PackedCorpus
 from tests.conftest import Runs
 
 pytestmark = pytest.mark.ranks
@@ -28,7 +30,12 @@ def one_process(tmp_path_factory, text_corpus) -> Runs:
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(1, ["batch.microbatch=2"]), (2, ["parallel.zero=1"]), (2, ["parallel.zero=0"]), (4, ["batch.microbatch=1", "corpus.workers=1"])],
+    [
+        (1, ["batch.microbatch=2"]),
+        (2, ["parallel.zero=1"]),
+        (2, ["parallel.zero=0"]),
+        (4, ["batch.microbatch=1", "corpus.workers=1"]),
+    ],
     ids=["half-microbatch", "2-ranks-zero1", "2-ranks-zero0", "4-ranks-readers"],
 )
 def test_every_layout_gives_the_curve_depths_and_weights_of_one_process(one_process, runs, ranks, overrides):
@@ -57,7 +64,13 @@ def test_a_run_learns_and_says_so(one_process):
 
 def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_corpus):
     """SIGKILL at eight random moments; every loss, also those across the epoch's edge, is the same to the last bit."""
-    short_epochs = ["corpus.sequence_length=64", "train.steps=60", "batch.global_batch=16", "model.hidden_size=64", "model.ffn_size=128"]
+    short_epochs = [
+        "corpus.sequence_length=64",
+        "train.steps=60",
+        "batch.global_batch=16",
+        "model.hidden_size=64",
+        "model.ffn_size=128",
+    ]
     runs.train("calm", *short_epochs)
     draw, kills, in_save = random.Random(7), 0, 0
     while kills < 8:
@@ -83,14 +96,12 @@ def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_
     assert [r["step"] for r in killed] == list(range(1, 61))
     for key in ("loss", "grad_norm", "depths", "lr", "tokens", "state_norm"):
         assert [r[key] for r in killed] == [r[key] for r in calm], key
-    assert calm[-1]["tokens"] > 2 * 60 * 64, "the run must be long enough to cross an epoch"
+    assert len(PackedCorpus(text_corpus, "train", 64)) < 60 * 16, "the run must be long enough to cross an epoch"
 
 
 def _records(runs: Runs) -> list[dict]:
     try:
         lines = (runs.path("killed") / "metrics.jsonl").read_text().splitlines()
-        import json
-
         return [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError):
         return []

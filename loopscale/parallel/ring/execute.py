@@ -18,20 +18,21 @@ from torch import Tensor
 from loopscale.parallel.ring.plan import Kind, Operation, Plan, Work
 
 InputsT = TypeVar("InputsT")
+StageInputs = TypeVar("StageInputs", contravariant=True)
 Feed = tuple[Tensor, ...]
 """What the visits of a microbatch need of its input, computed once by the prelude."""
 
 
-class Stage(Protocol[InputsT]):
+class Stage(Protocol[StageInputs]):
     """What the executor asks of a model. S positions, B sequences, d width."""
 
-    def prelude(self, inputs: InputsT) -> Feed:
+    def prelude(self, inputs: StageInputs) -> Feed:
         """The feed, with its graph."""
 
-    def visit(self, inputs: InputsT, feed: Feed, state: Tensor | None) -> Tensor:
+    def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None) -> Tensor:
         """The state [S, B, d] after one more visit; ``state`` is None at the first."""
 
-    def exit(self, inputs: InputsT, state: Tensor) -> tuple[Tensor, Tensor]:
+    def exit(self, inputs: StageInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         """The exit's loss summed over the scored tokens (with graph), and each token's [S * B]."""
 
 
