@@ -1,4 +1,4 @@
-# make demo    environment, corpus, a trained model, its evaluation and a report (about 15 minutes on 2 cores)
+# make demo    environment, corpus, a trained model, its evaluation and a report (some 10 minutes on 2 cores)
 # make test    everything that CI runs
 # make lint    ruff and mypy
 # make bench   training arithmetic against this machine's own matrix products

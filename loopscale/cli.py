@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.print_help()
         return 2
     warnings.filterwarnings("ignore")  # of libraries; ours are events of the run
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no GPU
     from loopscale.errors import LoopscaleError
 
     try:
@@ -45,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LoopscaleError as error:
         if options.traceback:
             raise
-        print(f"error: {error}" if error.exit_code != 2 else str(error), file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or error.exit_code != 2:  # a mistake in the configuration is the same on every rank
+            name = "" if rank == "0" else f"rank {rank}: "
+            print(f"{name}error: {error}" if error.exit_code != 2 else str(error), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

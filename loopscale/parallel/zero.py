@@ -137,8 +137,11 @@ def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.o
 
 
 def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None) -> Any:
-    import deepspeed
     from megatron.core import parallel_state
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
+    import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts it even for a single process

@@ -118,7 +118,7 @@ def test_workers_ignore_notices_and_end_when_closed(packed: PackedCorpus) -> Non
         for notice in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             worker.send_signal(notice)
     assert len(list(zip(reader, range(10), strict=False))) == 10
-    reader.close()  # type: ignore[attr-defined]
+    reader.close()
     assert not psutil.wait_procs(workers, timeout=5)[1]
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +133,34 @@ def test_a_new_run_does_not_overwrite_one(one_process):
 def test_another_seed_or_corpus_is_not_resumed(one_process, tmp_path):
     output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=1)
     assert "was trained with seed 1, the configuration says 2" in output
+
+
+def faulty(runs: Runs, name: str, steps: str, *overrides: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = runs.command(name, overrides, ranks, [])
+    script = str(Path(__file__).with_name("faulty_rank.py"))
+    place = command.index("loopscale")
+    command[place - 1 : place + 1] = [script]
+    environment = {**os.environ, "FAULTY_STEPS": steps, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(runs):
+    """Rank 1's gradient is NaN at steps 3 and 4 (from 0): both are skipped on both ranks, weights stay, counter 2."""
+    done = faulty(runs, "faulty", "3,4", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runs.records("faulty")
+    assert [r["skipped"] for r in records] == [0, 0, 0, 1, 2, 2]
+    assert [r["grad_norm"] is None for r in records] == [False, False, False, True, True, False]
+    before, skipped, after = (runs.weights("faulty", step) for step in (3, 5, 6))
+    assert all((before[n] == skipped[n]).all() for n in before)
+    assert any((skipped[n] != after[n]).any() for n in skipped)
+    events = [e for e in runs.journal("faulty") if e["kind"] == "skipped"]
+    assert len(events) == 2
+    assert "on 1 of 2 ranks: skipped on all (global samples 24 to 31" in events[0]["message"]
+
+
+def test_bad_steps_in_a_row_end_the_run_with_the_reason(runs):
+    done = faulty(runs, "bad", "2,3,4,5,6", "train.bad_steps=3", "train.steps=9", "checkpoint.every=2", ranks=2)
+    assert done.returncode == 1
+    assert "3 steps in a row, up to step 5, had a non-finite loss or gradient" in done.stderr
+    assert (runs.path("bad") / "checkpoints" / "step-2").exists()

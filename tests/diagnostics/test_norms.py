@@ -1,0 +1,29 @@
+"""Norms by loop against plain statistics of all tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loopscale.diagnostics.norms import NormMeter
+
+
+def test_mean_percentile_and_change_are_those_of_all_tokens():
+    generator = torch.Generator().manual_seed(0)
+    meter = NormMeter(4, torch.device("cpu"))
+    h = [torch.randn(16, 8, 32, generator=generator) * scale for scale in (1.0, 3.0)]
+    for part in range(2):  # two microbatches
+        one, two = (x[:, 4 * part : 4 * part + 4] for x in h)
+        meter.observe(part, 1, None, one)
+        meter.observe(part, 2, one, two)
+    result = meter.result(lambda x: x)
+    norms = [x.norm(dim=-1).flatten() for x in h]
+    assert result.mean == pytest.approx([n.mean().item() for n in norms], rel=1e-5)
+    assert result.p99 == pytest.approx([n.quantile(0.99).item() for n in norms], rel=0.04)
+    assert result.change[0] is None
+    assert result.change[1] == pytest.approx(((h[1] - h[0]).norm(dim=-1) / h[1].norm(dim=-1)).mean().item(), rel=1e-5)
+    assert len(result.mean) == 2
+
+
+def test_a_meter_that_saw_nothing_says_nothing():
+    assert NormMeter(3, torch.device("cpu")).result(lambda x: x).mean == []

@@ -1,0 +1,89 @@
+"""AdamW over DeepSpeed ZeRO against torch's own, on one rank and on two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopscale.config.tree import OptimizerConfig, ParallelConfig
+from loopscale.parallel import mesh as meshes
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip=1.0)
+SHAPES = {"matrix": (33, 7), "gain": (7,), "other": (5, 4)}
+
+
+def parameters() -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [{name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for _ in range(ranks)]
+
+
+def compare(zero_stage: int, reload_at: int | None = None) -> None:
+    """Eight steps of changing rate; the averaged gradients are clipped; optionally a new optimizer takes over midway."""
+    from loopscale.parallel.zero import ZeroOptimizer
+
+    mesh = meshes.start(ParallelConfig())
+    ours, plain = parameters(), parameters()
+    zero = ZeroOptimizer(ours, ["matrix", "other"], CONFIG, zero_stage)
+    groups = [
+        {"params": [plain["matrix"], plain["other"]], "weight_decay": 0.1},
+        {"params": [plain["gain"]], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=CONFIG.betas, eps=CONFIG.eps)
+    for step in range(8):
+        lr = 1e-2 * (1 + step % 3)
+        drawn = gradients(step, mesh.world)
+        for name, parameter in ours.items():
+            parameter.grad = drawn[mesh.rank][name].clone()
+            plain[name].grad = torch.stack([d[name] for d in drawn]).mean(0)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        expected = torch.nn.utils.clip_grad_norm_(plain.values(), 1.0)
+        adam.step()
+        assert zero.step(lr) == pytest.approx(expected.item(), rel=1e-5)
+        for name in ours:
+            torch.testing.assert_close(ours[name].data, plain[name].data, rtol=1e-5, atol=1e-6)
+            assert ours[name].grad is None
+        moments = zero.moments()
+        for name in ours:
+            torch.testing.assert_close(moments["exp_avg"][name].view(SHAPES[name]), adam.state[plain[name]]["exp_avg"])
+        if step == reload_at:
+            weights = {n: p.detach().clone() for n, p in ours.items()}
+            kept = {m: {n: t.clone() for n, t in held.items()} for m, held in moments.items()}
+            ours = parameters()
+            applied, zero = zero.applied_steps, ZeroOptimizer(ours, ["matrix", "other"], CONFIG, zero_stage)
+            zero.load(weights, kept, applied)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("reload_at", [None, 3])
+def test_one_rank(mesh, zero_stage, reload_at):
+    compare(zero_stage, reload_at)
+
+
+@pytest.mark.ranks
+def test_two_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_moments_before_the_first_step_are_zeros(mesh):
+    from loopscale.parallel.zero import ZeroOptimizer
+
+    moments = ZeroOptimizer(parameters(), [], CONFIG, 1).moments()
+    assert all(t.abs().sum() == 0 for held in moments.values() for t in held.values())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for stage in (0, 1):
+        compare(stage, reload_at=3)

@@ -1,0 +1,135 @@
+"""The command as people meet it: help without torch, mistakes in one sentence, a model used after its training."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loopscale.cli import main
+from tests.conftest import Runs
+
+HEAVY = ("torch", "megatron", "deepspeed", "streaming", "transformers", "numpy", "wandb", "matplotlib", "plotly")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["corpus", "build", "--help"], ["eval", "--help"]])
+def test_help_imports_nothing_heavy(command):
+    code = (
+        "import sys\nfrom loopscale.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+    assert "usage: loopscale" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["train"], "loopscale train needs a CONFIG file; --help lists what it may hold"),
+        (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["eval", "nowhere"], "nowhere is neither a run folder nor a checkpoint"),
+        (["generate", "nowhere", "Hello"], "nowhere is neither a run folder nor a checkpoint"),
+        (["report", "nowhere"], "nowhere"),
+        (["corpus", "inspect", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(command, sentence, capsys):
+    assert main(command) == 2
+    said = capsys.readouterr().err.strip()
+    assert sentence in said
+    assert "\n" not in said
+
+
+def test_a_command_without_sub_command_shows_help(capsys):
+    assert main([]) == 2
+    assert main(["corpus"]) == 2
+    assert "inspect" in capsys.readouterr().out
+
+
+def test_a_corpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"batch: {{global_batch: 4}}\ncorpus: {{path: {tmp_path / 'none'}}}\nrun: {{folder: {tmp_path}}}\n")
+    assert main(["train", str(config)]) == 2
+    assert "loopscale corpus build" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text_corpus) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("trained"), text_corpus)
+    runs.train("model", "train.steps=30", "checkpoint.every=0")
+    return runs
+
+
+@pytest.mark.ranks
+def test_evaluation_is_the_validation_loss_and_knows_its_baselines(mesh, trained, capsys):
+    assert main(["eval", str(trained.path("model")), "--sequences", "4", "--depths", "1-6", "--batch", "3"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    found = json.loads(next((trained.path("model") / "evaluations").glob("*.json")).read_text())
+    validation = trained.records("model")[-1]["validation"]
+    by_depth = dict(zip(found["depths"], found["loss"], strict=True))
+    assert {int(d): pytest.approx(v, rel=1e-5) for d, v in validation.items()} == {int(d): by_depth[int(d)] for d in validation}
+    assert found["perplexity"] == pytest.approx([math.exp(x) for x in found["loss"]])
+    assert set(found["baselines"]) == {"unigram", "bigram"}
+    assert found["first_depth_divergence"] > 0
+    assert all(word in found["protocol"] for word in ("own keys and values", "within documents"))
+
+
+@pytest.mark.ranks
+def test_any_text_file_can_be_evaluated(mesh, trained):
+    shared = Path(__file__).parents[2] / "shared" / "data" / "wikitext" / "wikitext-2-raw.test.txt.gz"
+    if not shared.exists():
+        pytest.skip("WikiText-2 is not beside this checkout (../shared/data)")
+    assert main(["eval", str(trained.path("model")), "--text", str(shared), "--sequences", "8", "--depths", "3"]) == 0
+    place = trained.path("model") / "evaluations" / "step-30-wikitext-2-raw.test.txt.json"
+    found = json.loads(place.read_text())
+    assert found["source"] == shared.name
+    assert 0 < found["bits_per_byte"][0] < 8 * 4
+
+
+@pytest.mark.ranks
+def test_a_loaded_model_gives_the_states_and_text_of_its_checkpoint(mesh, trained):
+    import torch
+
+    import loopscale
+    from loopscale.errors import UsageError
+
+    model = loopscale.load(trained.path("model") / "checkpoints" / "step-30")
+    tokens = torch.tensor([[5, 9, 2, 7], [1, 1, 3, 8]])
+    out = model(tokens, depth=4, states=True)
+    assert out.logits.shape == (2, 4, model.config.model.vocab_size)
+    assert [tuple(s.shape) for s in out.states] == [(2, 4, 32)] * 4
+    assert torch.equal(model(tokens, depth=4).logits, out.logits)
+    torch.testing.assert_close(model(tokens[:, :2], depth=4).logits, out.logits[:, :2])  # causal
+    assert not torch.allclose(model(tokens, depth=1).logits, out.logits)
+    greedy = [model.generate("Text 1.", max_new_tokens=8, temperature=0) for _ in range(2)]
+    assert greedy[0] == greedy[1]
+    assert greedy[0].startswith("Text 1.")
+    assert model.generate("Text 1.", max_new_tokens=200, seed=3).startswith("Text")  # longer than the context
+    for mistake in (lambda: model(tokens, depth=0), lambda: model(tokens.repeat(1, 30)), lambda: model.generate("")):
+        with pytest.raises(UsageError):
+            mistake()
+
+
+@pytest.mark.ranks
+def test_the_report_of_a_real_run_is_one_page(mesh, trained):
+    assert main(["report", str(trained.path("model"))]) == 0
+    page = (trained.path("model") / "report.html").read_text()
+    assert page.count('class="figure"') >= 4 or page.count("<figure") >= 4
+
+
+def test_a_dry_run_starts_nothing_and_does_the_arithmetic(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text("batch: {global_batch: 64}\nmodel: {vocab_size: 1000}\ndepth: {groups: 2}\ncorpus: {path: nowhere}\n")
+    assert main(["train", str(config), "--dry-run", "--nodes", "2", "--per-node", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "64 sequences × 128 = 8,192 tokens a step · 2 depth groups of 32, 4 per rank · microbatch 4, 2 a step" in said
+    assert "nothing was started" in said
+    assert main(["train", str(config), "--dry-run", "--per-node", "3"]) == 2
+    assert "cannot be cut into 2 microbatches on each of 3 data-parallel ranks" in capsys.readouterr().err
+    assert main(["train", str(config), "--dry-run", "model.vocab_size=null"]) == 2
+    assert "must be given, since the corpus cannot tell it" in capsys.readouterr().err

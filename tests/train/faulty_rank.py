@@ -1,0 +1,26 @@
+"""Run by tests under torchrun: `loopscale train`, but one rank's loss is NaN at the steps named by FAULTY_STEPS."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from loopscale.cli import main
+from loopscale.model.stage import LoopedStage
+
+FAULTY_RANK = int(os.environ.get("FAULTY_RANK", "1"))
+FAULTY_STEPS = {int(s) for s in os.environ["FAULTY_STEPS"].split(",")}
+exit_of_stage = LoopedStage.exit
+
+
+def faulty_exit(stage, inputs, state):
+    total, losses = exit_of_stage(stage, inputs, state)
+    if os.environ["RANK"] == str(FAULTY_RANK) and inputs.purpose == "state" and inputs.step in FAULTY_STEPS:
+        total = total * torch.nan
+    return total, losses
+
+
+LoopedStage.exit = faulty_exit
+sys.exit(main(sys.argv[1:]))
