@@ -110,12 +110,17 @@ def perplexity(run: Run) -> Panel:
         hovertemplate="%{y:.2f} (%{customdata:.4f} nats)",
         showlegend=False,
     )
+    lowest, highest = min(finite.values()), max(finite.values())
+    near = (lowest / (2 * highest / lowest), highest * (2 * highest / lowest))  # farther ones would flatten the curve
     references = {name: math.exp(nats) for name, nats in _baselines(run).items()}
-    _add_references(figure, references, finite, ".1f")
-    values = [*finite.values(), *references.values()]
+    shown = {name: value for name, value in references.items() if near[0] <= value <= near[1]}
+    _add_references(figure, shown, finite, ".1f")
+    values = [*finite.values(), *shown.values()]
     ticks = _log_ticks(min(values), max(values))
     figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
-    return Panel("perplexity", title, protocol(evaluation), rows, figure)
+    far = [f"{name} {findings.number(value)}" for name, value in references.items() if name not in shown]
+    note = protocol(evaluation) + (f"; off the scale: {', '.join(far)}" if far else "")
+    return Panel("perplexity", title, note, rows, figure)
 
 
 def depths(run: Run) -> Panel:
@@ -269,6 +274,10 @@ def _scaled(value: float | None, scale: float) -> float | None:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Round values between ``low`` and ``high``, about as many as an axis has room for."""
+    if 1 < high / low < 2:
+        size = 10.0 ** math.floor(math.log10(high - low))
+        step = next(s * size for s in (1, 2, 5, 10) if (high - low) / (s * size) <= 6)
+        return [round(i * step, 12) for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 1.5, 2, 3, 5, 7) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
     return [step * 10.0**decade for decade in decades for step in steps]
