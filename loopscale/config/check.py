@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from loopscale.config.batch import settle
 from loopscale.config.corpus import CorpusBuild
-from loopscale.config.tree import Config, Section
+from loopscale.config.tree import Config, DepthConfig, ModelConfig, Section
 from loopscale.errors import ConfigError, Problem
+
+VALUE_GATE = 32
+"""Channels of the state that gate a value embedding (Parcae's code)."""
 
 
 def check(config: Section) -> list[Problem]:
     """All combinations in ``config`` that cannot be."""
     if isinstance(config, Config):
-        return [*_model(config), *_depth(config), *_layout(config), *_run(config)]
+        return [*_model(config.model), *_depth(config), *_objective(config), *_layout(config), *_run(config)]
     if isinstance(config, CorpusBuild):
         return list(_corpus_build(config))
     return []
 
 
-def _model(config: Config) -> Iterator[Problem]:
-    model = config.model
+def _model(model: ModelConfig) -> Iterator[Problem]:
     if model.head_dim is None and model.hidden_size % model.heads:
         yield Problem(
             "model.heads",
@@ -30,10 +32,50 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem("model.head_dim", f"is {model.head_width}; rotary positions turn pairs, so it must be even")
     if model.heads % model.key_value_heads:
         yield Problem("model.kv_heads", f"{model.key_value_heads} does not divide model.heads {model.heads}")
-    if model.state_init == "normal" and model.inject == "none":
+    if model.state_init != "embedding" and model.inject == "none":
         yield Problem(
             "model.state_init",
-            "normal with model.inject none would never see the tokens; use state_init embedding, or inject add or ortho",
+            f"{model.state_init} with model.inject none would never see the tokens; "
+            f"use state_init embedding, or inject add or ortho",
+        )
+    if model.state_std is not None and model.state_init not in ("normal", "truncated_normal"):
+        yield Problem(
+            "model.state_std",
+            f"is {model.state_std:g}, but state_init {model.state_init} has no noise; "
+            f"use state_std=null, or state_init normal or truncated_normal",
+        )
+    if model.inject_bias and model.inject != "huginn_linear":
+        yield Problem(
+            "model.inject_bias",
+            f"is the bias of huginn_linear, not of inject {model.inject}; use inject_bias=false, or that injection",
+        )
+    if model.coda_norm and (model.readout != "rmsnorm" or not model.coda_layers or model.between == "shared"):
+        yield Problem(
+            "model.coda_norm",
+            "needs readout rmsnorm, a coda, and a state that is not normalised already; use coda_norm=false",
+        )
+    if model.qk_norm and model.qk_bias:
+        yield Problem("model.qk_bias", "is refused beside qk_norm, for designs differ in which comes first; use one of them")
+    if model.between == "shared" and model.readout != "rmsnorm":
+        yield Problem(
+            "model.between",
+            f"shared needs a norm at every readout, and readout is {model.readout}; use readout rmsnorm, or between rmsnorm",
+        )
+    if model.exit_gate == "normed" and model.readout not in ("rmsnorm", "final_only"):
+        yield Problem(
+            "model.exit_gate",
+            f"normed reads the readout's norm, and readout {model.readout} has none; use exit_gate raw, or readout rmsnorm",
+        )
+    if model.value_embeddings and model.hidden_size < VALUE_GATE:
+        yield Problem(
+            "model.value_embeddings",
+            f"are gated by {VALUE_GATE} channels, and model.hidden_size is {model.hidden_size}; "
+            f"use hidden_size {VALUE_GATE} or more, or value_embeddings=false",
+        )
+    if model.init_depth != 1 and model.init_scheme != "scaled":
+        yield Problem(
+            "model.init_depth",
+            f"is {model.init_depth}, which init_scheme {model.init_scheme} does not use; use init_scheme scaled, or init_depth=1",
         )
 
 
@@ -41,11 +83,27 @@ def _depth(config: Config) -> Iterator[Problem]:
     depth = config.depth
     if depth.prior == "fixed" and depth.mean != int(depth.mean):
         yield Problem("depth.mean", f"is {depth.mean:g}; a fixed depth is a whole number")
-    if depth.mean > depth.cap:
+    if depth.prior == "uniform" and 2 * depth.mean != int(2 * depth.mean):
+        yield Problem("depth.mean", f"is {depth.mean:g}; a uniform law over 1 to 2 mean - 1 has a whole or half-whole mean")
+    elif depth.mean > depth.cap:
         yield Problem("depth.mean", f"is {depth.mean:g}, above depth.cap {depth.cap}")
+    elif depth.prior == "uniform" and 2 * depth.mean - 1 > depth.cap:
+        yield Problem(
+            "depth.mean",
+            f"is {depth.mean:g}; a uniform law then reaches {2 * depth.mean - 1:g}, above depth.cap {depth.cap}; "
+            f"use a mean up to {(depth.cap + 1) / 2:g}, or a larger cap",
+        )
     elif depth.prior == "pln" and not 1 < depth.mean < depth.cap:
         yield Problem("depth.mean", f"is {depth.mean:g}; a pln mean lies between 1 and depth.cap {depth.cap}; use prior fixed")
-    deepest = int(depth.mean) if depth.prior == "fixed" else depth.cap
+    yield from _table(depth)
+    if depth.curriculum is not None:
+        yield from _curriculum(depth, depth.curriculum)
+    if depth.per_sequence and depth.prior == "fixed":
+        yield Problem(
+            "depth.per_sequence",
+            "gives every sequence the same depth under prior fixed; use per_sequence=false, or a prior that varies",
+        )
+    deepest = _deepest(depth)
     if config.model.inject == "none" and depth.backprop is not None and depth.backprop < deepest:
         yield Problem(
             "depth.backprop",
@@ -54,11 +112,103 @@ def _depth(config: Config) -> Iterator[Problem]:
         )
 
 
+def _deepest(depth: DepthConfig) -> int:
+    """The largest R that a law can give."""
+    match depth.prior:
+        case "fixed":
+            return int(depth.mean)
+        case "uniform":
+            return int(2 * depth.mean - 1)
+        case "table":
+            return max((i for i, p in enumerate(depth.table or (), 1) if p > 0), default=depth.cap)
+    return depth.cap
+
+
+def _table(depth: DepthConfig) -> Iterator[Problem]:
+    if depth.prior != "table":
+        if depth.table is not None:
+            yield Problem("depth.table", f"would not be read under prior {depth.prior}; use prior table, or depth.table=null")
+    elif depth.table is None:
+        yield Problem("depth.table", "must be given for prior table: the probabilities of R = 1, 2, …")
+    elif len(depth.table) > depth.cap:
+        yield Problem(
+            "depth.table", f"has {len(depth.table)} entries, above depth.cap {depth.cap}; use a shorter table, or a larger cap"
+        )
+    elif not any(depth.table):
+        yield Problem("depth.table", "holds no probability above 0; give at least one depth some")
+
+
+def _curriculum(depth: DepthConfig, start: float) -> Iterator[Problem]:
+    moving = ("poisson", "lognormal_poisson", "pln")
+    if depth.prior not in moving:
+        yield Problem(
+            "depth.curriculum",
+            f"moves the mean of a law, and that of prior {depth.prior} stays; "
+            f"use prior {_either(moving)}, or depth.curriculum=null",
+        )
+    elif start > depth.cap:
+        yield Problem("depth.curriculum", f"is {start:g}, above depth.cap {depth.cap}")
+    elif depth.prior == "pln" and not 1 < start < depth.cap:
+        yield Problem(
+            "depth.curriculum", f"is {start:g}; a pln mean lies between 1 and depth.cap {depth.cap}; begin slightly above 1"
+        )
+
+
+def _objective(config: Config) -> Iterator[Problem]:
+    model, depth, objective = config.model, config.depth, config.objective
+    gated = objective.kind in ("exit_gate", "exit_gate_stage2")
+    if gated and model.exit_gate == "none":
+        yield Problem("objective.kind", f"{objective.kind} needs a gate; use model.exit_gate normed or raw, or kind per_loop")
+    elif objective.kind == "exit_gate_stage2" and not (depth.prior == "fixed" and depth.gradient_visits(int(depth.mean)) > 1):
+        yield Problem(
+            "objective.kind",
+            "exit_gate_stage2 compares each visit with the one before; use depth.prior fixed, mean and backprop 2 or more",
+        )
+    if model.exit_gate != "none" and not gated:
+        yield Problem(
+            "model.exit_gate",
+            f"{model.exit_gate} gets no gradient from objective.kind {objective.kind}; "
+            f"use objective.kind exit_gate, or model.exit_gate=none",
+        )
+    if depth.per_sequence and depth.prior != "fixed" and objective.kind != "terminal":
+        yield Problem(
+            "depth.per_sequence",
+            f"has no common visits for {objective.kind} to supervise; use per_sequence=false, or objective.kind terminal",
+        )
+    if objective.loop_weights is not None:
+        yield from _loop_weights(config, objective.loop_weights)
+
+
+def _loop_weights(config: Config, weights: tuple[float, ...]) -> Iterator[Problem]:
+    depth, kind = config.depth, config.objective.kind
+    if kind != "per_loop":
+        problem = f"belong to kind per_loop, not to {kind}; use objective.kind per_loop, or loop_weights=null"
+    elif depth.prior != "fixed":
+        problem = f"need the same visits at every step; use depth.prior fixed instead of {depth.prior}, or loop_weights=null"
+    elif len(weights) != (visits := depth.gradient_visits(int(depth.mean))):
+        problem = f"are {len(weights)} for {visits} supervised visits; give {visits}, or loop_weights=null"
+    elif not any(weights):
+        problem = "are all 0, which leaves no loss; give at least one visit a weight"
+    else:
+        return
+    yield Problem("objective.loop_weights", problem)
+
+
+def _either(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
+
+
 def _layout(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     for key, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if size > 1:
             yield Problem(f"parallel.{key}", f"is {size}; this version trains with 1, data parallel by torchrun")
+    if config.optimizer.name == "muon" and parallel.zero:
+        yield Problem(
+            "parallel.zero",
+            f"{parallel.zero} divides matrices that muon needs whole; use parallel.zero=0, or optimizer.name adamw",
+        )
     try:
         settle(config.batch, config.depth.groups, 1)
     except ConfigError as error:

@@ -5,9 +5,11 @@ Rules that tie several keys together are in ``check.py``; reading files and over
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from loopscale.config.registry import INJECTIONS, READOUTS
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -15,6 +17,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+if TYPE_CHECKING:
+    InjectionName: TypeAlias = str
+    ReadoutName: TypeAlias = str
+else:
+    InjectionName, ReadoutName = Literal[tuple(INJECTIONS)], Literal[tuple(READOUTS)]
 
 
 class Section(BaseModel):
@@ -68,31 +75,61 @@ class ModelConfig(Section):
     """Layers of the shared block that the loop visits."""
     coda_layers: NonNegativeInt = 1
     """Layers after the loop, before the readout."""
-    inject: Literal["none", "add", "ortho"] = "ortho"
-    """How the prelude's output enters every visit."""
-    state_init: Literal["embedding", "normal"] = "normal"
-    """The state before the first visit: the prelude's output, or keyed Gaussian noise."""
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    """Feed-forward: down(silu(gate x) * up x), or down(relu(up x)²)."""
+    layer_norm: Literal["pre", "sandwich", "branch"] = "pre"
+    """RMSNorm before attention and feed-forward; `sandwich` adds one after each residual sum, `branch` one on each
+    branch before the sum."""
+    qk_norm: bool = False
+    """Normalise every query and key head (no learned gain)."""
+    qk_bias: bool = False
+    """Learn a bias on queries and keys."""
+    value_embeddings: bool = False
+    """Add a gated embedding of the token to the values of every other layer, the last one included."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor on the embeddings."""
+    embedding_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the embeddings' channels set to zero in training, keyed by (seed, step, sample, position)."""
+    inject: InjectionName = "ortho"
+    """How the prelude's output e enters the state h before every visit."""
+    inject_bias: bool = False
+    """A bias on `huginn_linear` (Paper B's form of it has one)."""
+    state_init: Literal["zero", "embedding", "normal", "truncated_normal"] = "normal"
+    """The state before the first visit: zeros, the prelude's output, or keyed Gaussian noise (cut at 3 sigma)."""
     state_std: PositiveFloat | None = None
-    """Standard deviation of a normal initial state; unset: 1/sqrt(hidden_size)."""
+    """Standard deviation of a noisy initial state; unset: 1/sqrt(hidden_size)."""
+    between: Literal["none", "rmsnorm", "damping", "shared"] = "none"
+    """What the state passes from one visit to the next: nothing, a norm of its own, a learned factor below 1, or the
+    readout's norm, so that one normalised state is both decoded and fed on (Ouro)."""
+    coda_norm: bool = False
+    """The readout's norm stands before the coda too, and is not fed on (Huginn)."""
+    coda_linear: bool = False
+    """A square map before the coda."""
+    readout: ReadoutName = "rmsnorm"
+    """Before the head: normalise the state, or not, or only after the last visit, or keep a learned power of its
+    scale (0 hides it, 1 is raw)."""
+    tied_head: bool = False
+    """Use the token embedding as the head's weight."""
+    exit_gate: Literal["none", "raw", "normed"] = "none"
+    """A learned exit probability per token and visit, from the state or from its norm."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary positions in attention, or a learned embedding added to the tokens'."""
     rope_base: PositiveFloat = 1e6
     """Base of the rotary frequencies."""
     rope_interleaved: bool = True
     """Rotate neighbouring pairs (true) or the two halves of a head (false)."""
-    readout: Literal["rmsnorm", "raw"] = "rmsnorm"
-    """Normalise the state before the head, or decode it as it is."""
-    tied_head: bool = False
-    """Use the token embedding as the head's weight."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
     norm_centered: bool = True
     """Learn a norm's gain as 1 + w (weight decay pulls it to 1) instead of as w (pulls it to 0)."""
-    init_scheme: Literal["normal", "pytorch"] = "normal"
+    init_scheme: Literal["normal", "pytorch", "scaled", "scaled_zero"] = "normal"
     """`normal`: linears N(0, init_std²), embedding and head truncated normal of std 1/sqrt(d). `pytorch`: that
-    library's defaults, linears uniform within 1/sqrt(inputs), embeddings N(0, 1)."""
+    library's defaults. `scaled`: truncated normal of std sqrt(2/(5d)), divided by sqrt(2 init_depth) for the output
+    of attention and feed-forward (Huginn); `scaled_zero`: those outputs start at zero (Parcae)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of linear weights under `init_scheme: normal`."""
+    init_depth: PositiveInt = 1
+    """Effective depth of `init_scheme: scaled`: prelude + core x mean visits + coda."""
 
     @property
     def key_value_heads(self) -> int:
@@ -115,18 +152,28 @@ class ModelConfig(Section):
 
 
 class DepthConfig(Section):
-    prior: Literal["fixed", "pln"] = "pln"
-    """Law of the number of visits R: always `mean`, or 1 + Poisson with a log-normal rate (PLN)."""
+    prior: Literal["fixed", "poisson", "lognormal_poisson", "pln", "uniform", "table"] = "pln"
+    """Law of the number of visits R, capped: `fixed`, always the mean; `poisson`, Poisson(mean) but at least 1;
+    `lognormal_poisson`, 1 + Poisson of a log-normal rate of that mean; `pln`, the same, its rate such that the capped
+    mean is the mean; `uniform` over 1 to 2 mean - 1; `table`."""
     mean: Annotated[float, Field(ge=1)] = 5.0
-    """Mean number of visits (for `pln` after capping; for `fixed` a whole number). Evaluation uses it rounded."""
+    """Mean number of visits, as each law takes it; evaluation uses it rounded."""
     sigma: PositiveFloat = 0.5
-    """Standard deviation of the log rate of `pln`."""
+    """Standard deviation of the log rate."""
     cap: PositiveInt = 64
     """Largest R that may be drawn."""
+    table: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
+    """Probabilities of R = 1, 2, … for `prior: table`; they are divided by their sum."""
+    curriculum: Annotated[float, Field(ge=1)] | None = None
+    """Mean to begin with; it moves linearly to `mean` over `curriculum_share` of the steps."""
+    curriculum_share: Fraction = 0.25
+    """Share of all steps in which the mean moves."""
     backprop: PositiveInt | None = 10
     """Visits b at the end that carry gradient; `null`: all of them."""
     groups: PositiveInt = 1
     """Depth groups a global batch is cut into; each draws its own R."""
+    per_sequence: bool = False
+    """Draw R for every sequence; a group runs to its deepest one, and shorter sequences begin later."""
 
     @property
     def evaluation_depth(self) -> int:
@@ -138,8 +185,20 @@ class DepthConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    kind: Literal["terminal", "per_loop"] = "terminal"
-    """Cross entropy at the last visit, or averaged over every visit that carries gradient."""
+    kind: Literal["terminal", "per_loop", "exit_gate", "exit_gate_stage2"] = "terminal"
+    """Cross entropy at the last visit; averaged over every visit that carries gradient; expected under the exit gate
+    less an entropy term (Ouro's stage I; with `model.exit_gate: raw` Paper A's adaptive loss); or the gate alone,
+    trained to continue where the next visit helps (Ouro's stage II)."""
+    loop_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
+    """`per_loop`: weight of each of the last visits, earliest first; divided by their sum. Unset: equal."""
+    gate_entropy: NonNegativeFloat = 0.1
+    """`exit_gate`: weight of the entropy of the exit distribution."""
+    norm_penalty: NonNegativeFloat = 0.0
+    """Weight of the state's mean square, averaged over the visits that carry gradient."""
+    anchor: NonNegativeFloat = 0.0
+    """Weight of (the state's root mean square over those visits, per sequence, less `anchor_target`)²."""
+    anchor_target: PositiveFloat = 1.0
+    """Root mean square that `anchor` pulls to."""
 
 
 class BatchConfig(Section):
@@ -152,6 +211,8 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW; or Muon for the matrices inside layers and AdamW for the rest (needs `parallel.zero: 0`)."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.98)
@@ -160,8 +221,14 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
-    decay: Literal["all", "matrices"] = "all"
-    """Which parameters decay: every one, or only matrices."""
+    no_decay: Annotated[tuple[Literal["embedding", "norm", "bias", "injection", "coda_linear"], ...], Field(strict=False)] = ()
+    """Kinds of parameters that do not decay."""
+    muon_lr: PositiveFloat = 8e-3
+    """Peak learning rate of Muon."""
+    muon_momentum: Beta = 0.95
+    """Momentum of Muon."""
+    muon_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of Muon's matrices."""
     clip: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; `null`: no clipping."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
@@ -170,6 +237,8 @@ class OptimizerConfig(Section):
     """Share of all steps in linear warm-up."""
     decay_share: Fraction = 0.1
     """Share of all steps in the final decay of `wsd`."""
+    decay_shape: Literal["cosine", "linear"] = "cosine"
+    """Curve of the final decay of `wsd`."""
     final: Fraction = 0.1
     """Last learning rate as a share of the peak."""
 

@@ -1,6 +1,6 @@
 """How many visits a forward makes: priors over the depth and keyed draws from them."""
 
 from loopscale.depth.draw import draw_depths
-from loopscale.depth.priors import Prior, make_prior, pln
+from loopscale.depth.priors import DepthLaw, Prior, make_prior, pln
 
-__all__ = ["Prior", "draw_depths", "make_prior", "pln"]
+__all__ = ["DepthLaw", "Prior", "draw_depths", "make_prior", "pln"]

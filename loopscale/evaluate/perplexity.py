@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loopscale.model.inputs import Inputs
 from loopscale.model.stage import LoopedStage
+from loopscale.objective.supervision import Exit
 from loopscale.parallel.ring.execute import Task, execute
 from loopscale.parallel.ring.plan import Work, plan
 
@@ -24,14 +25,14 @@ def loss_by_depth(
     Every depth keeps its own keys and values (no cache is shared between visits), sequences are read whole, attention
     stays within documents. With several data-parallel ranks each passes its own microbatches and ``sum_over_ranks``.
     """
-    exits = tuple(sorted(set(depths)))
-    work = Work(exits[-1], exits[-1], exits)
-    forward = plan(1, [work], in_flight=1, forward_only=True)
+    exits = tuple(Exit(r, (r,)) for r in sorted(set(depths)))
+    deepest = exits[-1].visit
+    forward = plan(1, [Work(deepest, deepest, tuple(e.visit for e in exits))], in_flight=1, forward_only=True)
     totals = torch.zeros(len(exits) + 1, dtype=torch.float64)
     for inputs in microbatches:
-        losses = execute(forward, stage, [Task(inputs, work, {})], forward_only=True)[0]
-        totals[:-1] += torch.stack([losses[r].double().sum() for r in exits]).cpu()
+        losses = execute(forward, stage, [Task(inputs, deepest, deepest, exits)], forward_only=True)[0].losses
+        totals[:-1] += torch.stack([losses[e.visit].double().sum() for e in exits]).cpu()
         totals[-1] += int((inputs.targets >= 0).sum())
     totals = sum_over_ranks(totals)
     tokens = int(totals[-1])
-    return {r: float(totals[i]) / max(tokens, 1) for i, r in enumerate(exits)}, tokens
+    return {e.visit: float(total) / max(tokens, 1) for e, total in zip(exits, totals, strict=False)}, tokens

@@ -140,7 +140,8 @@ def _microbatches(samples: Sequence[Sample], batch: int, restored: Restored) -> 
     device = restored.stage.head_weight.device
     for first in range(0, len(samples), batch):
         part = samples[first : first + batch]
-        yield Inputs.of(collate(list(part), range(first, first + len(part))), device, 0, "evaluation")
+        numbered = collate(list(part), range(first, first + len(part)))
+        yield Inputs.of(numbered, device, final_visit=restored.config.depth.evaluation_depth, purpose="evaluation")
 
 
 @torch.no_grad()
@@ -148,9 +149,9 @@ def _divergence(restored: Restored, inputs: Inputs) -> float:
     stage, mean = restored.stage, restored.config.depth.evaluation_depth
     feed, state, log_probabilities = stage.prelude(inputs), None, {}
     for r in range(1, mean + 1):
-        state = stage.visit(inputs, feed, state)
+        state = stage.visit(inputs, feed, state, r)
         if r in (1, mean):
-            log_probabilities[r] = stage.logits(stage.decode(inputs, state)).log_softmax(-1)
+            log_probabilities[r] = stage.logits(stage.decode(inputs, state, r)).log_softmax(-1)
     deep, first = log_probabilities[mean], log_probabilities[1]
     return float((deep.exp() * (deep - first)).sum(-1).mean())
 

@@ -45,12 +45,12 @@ class LoopedModel:
             raise UsageError(f"depth must be at least 1, not {depth}")
         inputs = self._inputs(tokens)
         feed, state, kept = self._stage.prelude(inputs), None, []
-        for _ in range(depth):
-            state = self._stage.visit(inputs, feed, state)
+        for r in range(1, depth + 1):
+            state = self._stage.visit(inputs, feed, state, r)
             if states:
                 kept.append(state.transpose(0, 1))
         assert state is not None
-        logits = self._stage.logits(self._stage.decode(inputs, state)).transpose(0, 1)
+        logits = self._stage.logits(self._stage.decode(inputs, state, depth)).transpose(0, 1)
         return Output(logits, tuple(kept))
 
     def generate(
@@ -85,7 +85,9 @@ class LoopedModel:
         device = self._stage.head_weight.device
         tokens = tokens.to(device)
         rows = torch.arange(len(tokens), device=device)
-        return Inputs(tokens, tokens, Documents.whole(tokens.shape[0], tokens.shape[1], device), rows, 0, "evaluation")
+        documents = Documents.whole(tokens.shape[0], tokens.shape[1], device)
+        final = self.config.depth.evaluation_depth
+        return Inputs(tokens, tokens, documents, rows, purpose="evaluation", final_visit=final)
 
 
 def load(path: str | Path) -> LoopedModel:

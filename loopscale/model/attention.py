@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopscale.config.tree import ModelConfig
 from loopscale.model.inputs import Documents
 
 
@@ -48,16 +49,29 @@ class Attending:
 
     documents: Documents
     rotary: Rotary | None
+    tokens: Tensor
+    """int64 [S, B], for layers that embed them into their values."""
+    extra_values: Tensor | None = None
+    """Added to the values of one layer, [S, B, g, c]."""
 
 
 class CoreAttention(nn.Module):
     """softmax(q kᵀ / √c) v, causal and within documents; flash kernels where a GPU has them."""
 
-    def __init__(self, config: Any, **_: Any):
+    def __init__(self, config: Any, model: ModelConfig, **_: Any):
         super().__init__()
+        self.head_width = model.head_width
+        if model.qk_bias:
+            self.q_bias = nn.Parameter(torch.empty(model.heads * model.head_width))
+            self.k_bias = nn.Parameter(torch.empty(model.key_value_heads * model.head_width))
+        self.biased = model.qk_bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending, **_: Any) -> Tensor:
         """[S, B, heads, c] to [S, B, n * c]."""
+        if self.biased:
+            q, k = q + self.q_bias.view(-1, self.head_width).to(q.dtype), k + self.k_bias.view(-1, self.head_width).to(k.dtype)
+        if attending.extra_values is not None:
+            v = v + attending.extra_values
         if attending.rotary is not None:
             q, k = attending.rotary(q), attending.rotary(k)
         out = _varlen(q, k, v, attending) if q.device.type == "cuda" and q.dtype != torch.float32 else _dense(q, k, v, attending)

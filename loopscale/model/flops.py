@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from loopscale.config.tree import ModelConfig
-from loopscale.model.weights import Holder, holders
+from loopscale.model.parameters import Weight
+from loopscale.model.weights import holders
 from loopscale.parallel.ring.plan import Work
 
 
@@ -21,7 +22,7 @@ class Counts:
 
     total: int
     embedding: int
-    """Embeddings and an untied head: what "non-embedding" leaves out."""
+    """Embeddings (of values too) and an untied head: what "non-embedding" leaves out."""
     prelude_matmul: int
     core_matmul: int
     exit_matmul: int
@@ -34,26 +35,31 @@ class Counts:
 
 def count(model: ModelConfig, max_positions: int) -> Counts:
     """Parameter counts of a model, without building it."""
-    table = holders(model, max_positions)
-    head = model.vocabulary * model.hidden_size
-    embeddings = [h for h in table if h.parameter.startswith(("embedding", "positions", "head"))]
+    table = [(holder.parameter, weight) for holder in holders(model, max_positions) for weight in holder.weights]
+    head, square = model.vocabulary * model.hidden_size, model.hidden_size**2
+    injected = _matrices(table, ("injection",))
+    per_visit = square if model.inject == "huginn_linear" else 0  # the half that the state enters; the rest is once
     return Counts(
-        total=sum(map(_elements, table)),
-        embedding=sum(map(_elements, embeddings)),
-        prelude_matmul=_matrices(table, ("prelude", "injection")),
-        core_matmul=_matrices(table, ("core",)),
+        total=sum(prod(w.shape) for _, w in table),
+        embedding=sum(prod(w.shape) for _, w in table if w.kind == "embedding"),
+        prelude_matmul=_matrices(table, ("prelude_block",)) + injected - per_visit,
+        core_matmul=_matrices(table, ("core_block",)) + per_visit,
         exit_matmul=_matrices(table, ("coda",)) + head,
-        core=sum(_elements(h) for h in table if h.parameter.startswith("core")),
+        core=sum(prod(w.shape) for parameter, w in table if parameter.startswith("core_block")),
     )
 
 
-def training_flops(counts: Counts, work: Work) -> int:
-    """Operations per token of one microbatch: 6 per parameter with gradient, 2 without."""
+def training_flops(counts: Counts, work: Work, gated: bool = False) -> int:
+    """Operations per token of one microbatch: 6 per parameter with gradient, 2 without.
+
+    An exit decodes one state; a ``gated`` one those of all visits that carry gradient.
+    """
     forward_only = work.depth - work.gradient_visits
+    decoded = work.gradient_visits if gated else len(work.exits)
     return (
         6 * counts.prelude_matmul
         + (6 * work.gradient_visits + 2 * forward_only) * counts.core_matmul
-        + 6 * len(work.exits) * counts.exit_matmul
+        + 6 * decoded * counts.exit_matmul
     )
 
 
@@ -61,12 +67,11 @@ def matmul_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of a layer's products and the head's: what a machine's own rate is measured on."""
     d, f = model.hidden_size, model.ffn_size
     q, kv = model.heads * model.head_width, model.key_value_heads * model.head_width
-    return [(d, q + 2 * kv), (q, d), (d, 2 * f), (f, d), (d, model.vocabulary)]
+    inner = 2 * f if model.activation == "swiglu" else f
+    return [(d, q + 2 * kv), (q, d), (d, inner), (f, d), (d, model.vocabulary)]
 
 
-def _elements(holder: Holder) -> int:
-    return sum(prod(w.shape) for w in holder.weights)
-
-
-def _matrices(table: Iterable[Holder], parts: tuple[str, ...]) -> int:
-    return sum(_elements(h) for h in table if h.parameter.startswith(parts) and len(h.weights[0].shape) == 2)
+def _matrices(table: Iterable[tuple[str, Weight]], parts: tuple[str, ...]) -> int:
+    """Elements of the matrices that multiply activations, in the given parts of the model."""
+    kinds = ("matrix", "injection", "coda_linear")
+    return sum(prod(w.shape) for parameter, w in table if parameter.startswith(parts) and w.kind in kinds and len(w.shape) == 2)

@@ -1,19 +1,46 @@
 """How the prelude's output e enters every visit. h state, e input, both [S, B, d].
 
 An injection has two halves: ``source``, computed once per microbatch from e, and the call, made at every visit. Both
-run in fp32.
+run in fp32. ``weights`` names its parameters. A new one is a class with these three and a line in
+``config/registry.py``.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopscale.config.registry import INJECTIONS, find
 from loopscale.config.tree import ModelConfig
+from loopscale.model.norm import rms_norm
+from loopscale.model.parameters import Init, PartWeight, norm_gain
 
 
-class AddInjection(nn.Module):
+class Injection(nn.Module, ABC):
+    """What every injection is. Parameters are attributes under the names that ``weights`` gives."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+
+    @classmethod
+    def weights(cls, model: ModelConfig) -> Sequence[PartWeight]:
+        """Name, shape, first value and kind of each parameter."""
+        return ()
+
+    @abstractmethod
+    def source(self, e: Tensor) -> Tensor:
+        """What the visits need of e."""
+
+    @abstractmethod
+    def forward(self, h: Tensor, source: Tensor) -> Tensor:
+        """The state as the core takes it."""
+
+
+class AddInjection(Injection):
     """h + e."""
 
     def source(self, e: Tensor) -> Tensor:
@@ -23,35 +50,89 @@ class AddInjection(nn.Module):
         return h + source
 
 
-class OrthoInjection(nn.Module):
-    """v − (⟨v, q⟩ / (‖q‖² + ε)) q + q with v = a ⊙ h and q = Δ ⊙ (W e) (Paper B's code; ``methods.md`` §2.6).
+class LinearInjection(Injection):
+    """W [h; e] (+ bias), the state's columns first (Huginn). The half of the product that e enters is the source."""
 
-    Δ = softplus(dt_bias), a = exp(−Δ ⊙ exp(A_log)), per channel; ε = 1e-6; the products run over all of d.
-    """
+    def __init__(self, model: ModelConfig):
+        super().__init__(model)
+        self.weight = nn.Parameter(torch.empty(model.hidden_size, 2 * model.hidden_size))
+        self.bias = nn.Parameter(torch.empty(model.hidden_size)) if model.inject_bias else None
 
-    EPSILON = 1e-6
+    @classmethod
+    def weights(cls, model: ModelConfig) -> Sequence[PartWeight]:
+        d = model.hidden_size
+        bias = [PartWeight("bias", (d,), "zeros", "bias")] if model.inject_bias else []
+        return [PartWeight("weight", (d, 2 * d), "linear", "injection"), *bias]
 
-    def __init__(self, width: int):
-        super().__init__()
+    def source(self, e: Tensor) -> Tensor:
+        return F.linear(e, self.weight[:, e.shape[-1] :], self.bias)
+
+    def forward(self, h: Tensor, source: Tensor) -> Tensor:
+        return F.linear(h, self.weight[:, : h.shape[-1]]) + source
+
+
+class DiagonalInjection(Injection):
+    """a ⊙ h + q with q = Δ ⊙ (W e), Δ = softplus(dt_bias), a = exp(−Δ ⊙ exp(A_log)) per channel (``methods.md`` §2.6)."""
+
+    first_decay: Init = "decay"
+
+    def __init__(self, model: ModelConfig):
+        super().__init__(model)
+        width = model.hidden_size
         self.A_log = nn.Parameter(torch.empty(width))
         self.dt_bias = nn.Parameter(torch.empty(width))
         self.weight = nn.Parameter(torch.empty(width, width))
 
+    @classmethod
+    def weights(cls, model: ModelConfig) -> Sequence[PartWeight]:
+        d = model.hidden_size
+        return [
+            PartWeight("A_log", (d,), "zeros", "injection"),
+            PartWeight("dt_bias", (d,), cls.first_decay, "injection"),
+            PartWeight("weight", (d, d), "identity", "injection"),
+        ]
+
     def source(self, e: Tensor) -> Tensor:
         return F.softplus(self.dt_bias) * F.linear(e, self.weight)
 
+    def carried(self, h: Tensor) -> Tensor:
+        """a ⊙ h."""
+        return torch.exp(-F.softplus(self.dt_bias) * self.A_log.exp()) * h
+
     def forward(self, h: Tensor, source: Tensor) -> Tensor:
-        v = torch.exp(-F.softplus(self.dt_bias) * self.A_log.exp()) * h
+        return self.carried(h) + source
+
+
+class ParcaeInjection(DiagonalInjection):
+    """As diagonal, on RMSNorm(e), and carrying 1/√5 of the state at first."""
+
+    first_decay: Init = "decay_half_log_five"
+
+    def __init__(self, model: ModelConfig):
+        super().__init__(model)
+        self.norm = nn.Parameter(torch.empty(model.hidden_size))
+        self._eps, self._centered = model.norm_eps, model.norm_centered
+
+    @classmethod
+    def weights(cls, model: ModelConfig) -> Sequence[PartWeight]:
+        return [*super().weights(model), PartWeight("norm", (model.hidden_size,), norm_gain(model), "norm")]
+
+    def source(self, e: Tensor) -> Tensor:
+        return super().source(rms_norm(e, 1 + self.norm if self._centered else self.norm, self._eps))
+
+
+class OrthoInjection(DiagonalInjection):
+    """v − (⟨v, q⟩ / (‖q‖² + ε)) q + q with v = a ⊙ h (Paper B's code); ε = 1e-6, the products run over all of d."""
+
+    EPSILON = 1e-6
+    first_decay: Init = "decay_half_log_five"
+
+    def forward(self, h: Tensor, source: Tensor) -> Tensor:
+        v = self.carried(h)
         along = torch.linalg.vecdot(v, source) / (torch.linalg.vecdot(source, source) + self.EPSILON)
         return v + (1 - along).unsqueeze(-1) * source
 
 
-def make_injection(model: ModelConfig) -> AddInjection | OrthoInjection | None:
+def make_injection(model: ModelConfig) -> Injection | None:
     """The injection a configuration asks for; None for ``inject: none``."""
-    match model.inject:
-        case "none":
-            return None
-        case "add":
-            return AddInjection()
-        case "ortho":
-            return OrthoInjection(model.hidden_size)
+    return None if model.inject == "none" else find(INJECTIONS[model.inject])(model)

@@ -63,10 +63,21 @@ class Inputs:
     step: int = 0
     """Optimizer step, another key of that noise."""
     purpose: str = "state"
-    """What the noise is for: training and evaluation draw from different streams."""
+    """What the noise is for: training ("state") and evaluation draw from different streams, and only training drops out."""
+    final_visit: int = 1
+    """From this visit on a readout that treats the last visit apart does so."""
+    first_visits: Tensor | None = None
+    """int64 [B]: the visit at which each sequence begins to move (per-sequence depth); unset: the first."""
+
+    @property
+    def training(self) -> bool:
+        return self.purpose == "state"
 
     @classmethod
-    def of(cls, microbatch: Microbatch, device: torch.device, step: int = 0, purpose: str = "state") -> Inputs:
+    def of(
+        cls, microbatch: Microbatch, device: torch.device, *, final_visit: int, step: int = 0, purpose: str = "state",
+        first_visits: Tensor | None = None,
+    ) -> Inputs:  # fmt: skip
         """A microbatch of the corpus, on ``device``."""
         batch, length = microbatch.targets.shape
         return cls(
@@ -76,4 +87,6 @@ class Inputs:
             microbatch.samples.to(device, non_blocking=True),
             step,
             purpose,
+            final_visit,
+            None if first_visits is None else first_visits.to(device),
         )

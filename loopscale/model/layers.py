@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -15,7 +21,8 @@ from torch import Tensor, nn
 
 from loopscale.config.tree import ModelConfig
 from loopscale.model.attention import Attending, CoreAttention
-from loopscale.model.norm import RMSNorm
+from loopscale.model.norm import HeadNorm, RMSNorm
+from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
 
 
 def megatron_config(model: ModelConfig) -> TransformerConfig:
@@ -30,8 +37,8 @@ def megatron_config(model: ModelConfig) -> TransformerConfig:
         ffn_hidden_size=model.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        gated_linear_unit=model.activation == "swiglu",
+        activation_func=F.silu if model.activation == "swiglu" else squared_relu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -45,34 +52,72 @@ def megatron_config(model: ModelConfig) -> TransformerConfig:
     )
 
 
-def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """A pre-norm layer: x + Attention(norm x), then x + SwiGLU(norm x)."""
+class ResidualNorm(nn.Module):
+    """Stands where Megatron adds a branch to the residual: norm(x + branch), or x + norm(branch)."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.norm = RMSNorm(None, model.hidden_size, model.norm_eps, model.norm_centered)
+        self.on_branch = model.layer_norm == "branch"
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        def add(branch: tuple[Tensor, None], residual: Tensor, _: float) -> Tensor:
+            return residual + self.norm(branch[0]) if self.on_branch else self.norm(residual + branch[0])
+
+        return add
+
+
+class ValueSelfAttention(SelfAttention):
+    """Self-attention whose values gain 2 sigmoid(gate · x) times an embedding of the token, per key/value head."""
+
+    def __init__(self, *arguments: Any, model: ModelConfig, **options: Any):
+        super().__init__(*arguments, **options)
+        kv = model.key_value_heads
+        self.value_gate = nn.Linear(min(VALUE_GATE_CHANNELS, model.hidden_size), kv, bias=False)
+        self.value_embedding = nn.Embedding(model.vocabulary, kv * model.head_width)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Attending, **options: Any) -> tuple[Tensor, Tensor | None]:
+        gate = 2 * torch.sigmoid(self.value_gate(hidden_states[..., : self.value_gate.in_features]))
+        embedded = self.value_embedding(attention_mask.tokens).unflatten(-1, (gate.shape[-1], -1))
+        with_values = replace(attention_mask, extra_values=gate.unsqueeze(-1) * embedded)
+        return super().forward(hidden_states, with_values, **options)
+
+
+def layer_spec(model: ModelConfig, with_values: bool) -> ModuleSpec:
+    """One layer: x + Attention(norm x), then x + FFN(norm x), with the further norms of ``model.layer_norm``."""
     norm = ModuleSpec(RMSNorm, params={"centered": model.norm_centered})
+    residual = get_bias_dropout_add if model.layer_norm == "pre" else ModuleSpec(ResidualNorm, params={"model": model})
+    head_norm = HeadNorm if model.qk_norm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=partial(CoreAttention, model=model),
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                SelfAttention,
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attention=ModuleSpec(ValueSelfAttention, {"model": model}, attention)
+            if with_values
+            else ModuleSpec(SelfAttention, submodules=attention),
+            self_attn_bda=residual,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=residual,
         ),
     )
 
 
 class Block(nn.Module):
-    """Layers in sequence, possibly none."""
+    """Layers in sequence, possibly none; ``first`` is the first one's number over prelude, core and coda."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, count: int):
+    def __init__(self, model: ModelConfig, config: TransformerConfig, count: int, first: int):
         super().__init__()
-        spec = layer_spec(model)
-        self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1) for i in range(count))
+        total = model.prelude_layers + model.core_layers + model.coda_layers
+        specs = [layer_spec(model, model.value_embeddings and has_value_embedding(first + i, total)) for i in range(count)]
+        self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1) for i, spec in enumerate(specs))
 
     def forward(self, h: Tensor, attending: Attending) -> Tensor:
         """[S, B, d] to the same."""

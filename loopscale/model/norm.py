@@ -39,10 +39,23 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """RMSNorm with a learned gain w, or 1 + w when ``centered``; built by Megatron's layer spec."""
 
-    def __init__(self, config: object, hidden_size: int, eps: float, centered: bool):
+    def __init__(self, config: object, hidden_size: int, eps: float, centered: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps, self.centered = eps, centered
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, 1 + self.weight if self.centered else self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm without a gain, over the channels of a head; built by Megatron's layer spec."""
+
+    def __init__(self, config: object, hidden_size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.gain: Tensor
+        self.register_buffer("gain", torch.ones(hidden_size), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.gain, self.eps)

@@ -16,20 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from loopscale.config.registry import INJECTIONS, READOUTS, find
 from loopscale.config.tree import ModelConfig
+from loopscale.model.parameters import Init, Kind, Weight, norm_gain
 from loopscale.randomness import normals, stream_key, truncated_normals, uniforms
-
-Init = Literal["zeros", "ones", "identity", "half_log_five", "linear", "embedding"]
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One tensor under its global name. ``tensor_axis`` is the axis that tensor parallelism divides."""
-
-    name: str
-    shape: tuple[int, ...]
-    init: Init
-    tensor_axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,73 +56,111 @@ class Holder:
         return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], dim=1).flatten(0, 1)
 
 
+VALUE_GATE_CHANNELS = 32
+"""Channels of a layer's input that gate its value embedding (Parcae's code)."""
+
+
 def holders(model: ModelConfig, max_positions: int) -> list[Holder]:
     """All parameters of a model, in a fixed order."""
     d, v = model.hidden_size, model.vocabulary
-    table = [Holder("embedding.weight", (Weight("embedding.tokens", (v, d), "embedding", 0),))]
+    table = [_single("embedding.weight", "embedding.tokens", (v, d), "embedding", "embedding", 0)]
     if model.positions == "learned":
-        table.append(Holder("positions.weight", (Weight("embedding.positions", (max_positions, d), "embedding"),)))
+        table.append(_single("positions.weight", "embedding.positions", (max_positions, d), "embedding", "embedding"))
+    index, layers = 0, model.prelude_layers + model.core_layers + model.coda_layers
     for part, count in (("prelude", model.prelude_layers), ("core", model.core_layers), ("coda", model.coda_layers)):
         for i in range(count):
-            table += _layer(model, f"{part}_block.layers.{i}", f"{part}.{i}")
-    if model.inject == "ortho":
-        table += [
-            Holder("injection.A_log", (Weight("inject.A_log", (d,), "zeros"),)),
-            Holder("injection.dt_bias", (Weight("inject.dt_bias", (d,), "half_log_five"),)),
-            Holder("injection.weight", (Weight("inject.weight", (d, d), "identity"),)),
-        ]
-    if model.readout == "rmsnorm":
-        table.append(Holder("readout.weight", (Weight("readout.norm", (d,), _gain(model)),)))
+            with_values = model.value_embeddings and has_value_embedding(index, layers)
+            table += _layer(model, f"{part}_block.layers.{i}", f"{part}.{i}", with_values)
+            index += 1
+    for name, shape, init, kind in () if model.inject == "none" else find(INJECTIONS[model.inject]).weights(model):
+        table.append(_single(f"injection.{name}", f"inject.{name}", shape, init, kind))
+    if model.between == "rmsnorm":
+        table.append(_single("between.norm.weight", "between.norm", (d,), norm_gain(model), "norm"))
+    if model.between == "damping":
+        table.append(_single("between.damping", "between.damping", (1,), "two", "scalar"))
+    if model.coda_linear:
+        table.append(_single("coda_linear.weight", "coda_linear", (d, d), "identity", "coda_linear"))
+    for name, shape, init, kind in find(READOUTS[model.readout]).weights(model):
+        table.append(_single(f"readout.{name}", f"readout.{name}", shape, init, kind))
+    if model.exit_gate != "none":
+        table.append(_single("gate.weight", "gate.weight", (1, d), "uniform", "matrix"))
+        table.append(_single("gate.bias", "gate.bias", (1,), "zeros", "bias"))
     if not model.tied_head:
-        table.append(Holder("head.weight", (Weight("head", (v, d), "embedding", 0),)))
+        table.append(_single("head.weight", "head", (v, d), "head", "embedding", 0))
     return table
 
 
-def _layer(model: ModelConfig, module: str, name: str) -> Iterator[Holder]:
+def has_value_embedding(index: int, layers: int) -> bool:
+    """Whether layer ``index`` of ``layers`` (over prelude, core and coda) has one: every other, the last included."""
+    return index % 2 == (layers - 1) % 2
+
+
+def _single(parameter: str, name: str, shape: tuple[int, ...], init: Init, kind: Kind, axis: int | None = None) -> Holder:
+    return Holder(parameter, (Weight(name, shape, init, kind, axis),))
+
+
+def _layer(model: ModelConfig, module: str, name: str, with_values: bool) -> Iterator[Holder]:
     d, f, c = model.hidden_size, model.ffn_size, model.head_width
     q, kv = model.heads * c, model.key_value_heads * c
-    yield Holder(f"{module}.input_layernorm.weight", (Weight(f"{name}.attention_norm", (d,), _gain(model)),))
-    yield Holder(
-        f"{module}.self_attention.linear_qkv.weight",
-        tuple(Weight(f"{name}.{k}", (rows, d), "linear", 0) for k, rows in (("q", q), ("k", kv), ("v", kv))),
-        "qkv",
-        model.key_value_heads,
-    )
-    yield Holder(f"{module}.self_attention.linear_proj.weight", (Weight(f"{name}.out", (d, q), "linear", 1),))
-    yield Holder(f"{module}.pre_mlp_layernorm.weight", (Weight(f"{name}.mlp_norm", (d,), _gain(model)),))
-    yield Holder(
-        f"{module}.mlp.linear_fc1.weight",
-        (Weight(f"{name}.gate", (f, d), "linear", 0), Weight(f"{name}.up", (f, d), "linear", 0)),
-        "gate_up",
-    )
-    yield Holder(f"{module}.mlp.linear_fc2.weight", (Weight(f"{name}.down", (d, f), "linear", 1),))
-
-
-def _gain(model: ModelConfig) -> Init:
-    return "zeros" if model.norm_centered else "ones"
+    attention, mlp = f"{module}.self_attention", f"{module}.mlp"
+    yield _single(f"{module}.input_layernorm.weight", f"{name}.attention_norm", (d,), norm_gain(model), "norm")
+    rows = (("q", q), ("k", kv), ("v", kv))
+    qkv = tuple(Weight(f"{name}.{k}", (n, d), "linear", "matrix", 0) for k, n in rows)
+    yield Holder(f"{attention}.linear_qkv.weight", qkv, "qkv", model.key_value_heads)
+    if model.qk_bias:
+        yield _single(f"{attention}.core_attention.q_bias", f"{name}.q_bias", (q,), "zeros", "bias", 0)
+        yield _single(f"{attention}.core_attention.k_bias", f"{name}.k_bias", (kv,), "zeros", "bias", 0)
+    if with_values:
+        gate = (model.key_value_heads, min(VALUE_GATE_CHANNELS, d))
+        yield _single(f"{attention}.value_gate.weight", f"{name}.value_gate", gate, "uniform", "matrix", 0)
+        yield _single(
+            f"{attention}.value_embedding.weight", f"{name}.value_embedding", (model.vocabulary, kv), "embedding", "embedding", 1
+        )
+    yield _single(f"{attention}.linear_proj.weight", f"{name}.out", (d, q), "output", "matrix", 1)
+    if model.layer_norm != "pre":
+        yield _single(f"{module}.self_attn_bda.norm.weight", f"{name}.attention_post_norm", (d,), norm_gain(model), "norm")
+    yield _single(f"{module}.pre_mlp_layernorm.weight", f"{name}.mlp_norm", (d,), norm_gain(model), "norm")
+    if model.activation == "swiglu":
+        fused = (Weight(f"{name}.gate", (f, d), "linear", "matrix", 0), Weight(f"{name}.up", (f, d), "linear", "matrix", 0))
+        yield Holder(f"{mlp}.linear_fc1.weight", fused, "gate_up")
+    else:
+        yield _single(f"{mlp}.linear_fc1.weight", f"{name}.up", (f, d), "linear", "matrix", 0)
+    yield _single(f"{mlp}.linear_fc2.weight", f"{name}.down", (d, f), "output", "matrix", 1)
+    if model.layer_norm != "pre":
+        yield _single(f"{module}.mlp_bda.norm.weight", f"{name}.mlp_post_norm", (d,), norm_gain(model), "norm")
 
 
 def initial(weight: Weight, model: ModelConfig, seed: int) -> Tensor:
     """The weight's first value, fp32, a function of (seed, name) and the element's place alone.
 
-    ``half_log_five`` is the bias at which softplus gives Δ = ½ ln 5, so that a = e^(−Δ) = 1/√5 (Paper B's code).
+    ``decay``: the bias at which Δ = softplus(bias) = 1; ``decay_half_log_five``: Δ = ½ ln 5, so that
+    a = e^(−Δ) = 1/√5 (Paper B's code). ``uniform``: within 1/sqrt(inputs), as PyTorch's linear.
     """
     match weight.init:
         case "zeros":
             return torch.zeros(weight.shape)
         case "ones":
             return torch.ones(weight.shape)
+        case "two":
+            return torch.full(weight.shape, 2.0)
         case "identity":
             return torch.eye(weight.shape[0])
-        case "half_log_five":
+        case "decay":
+            return torch.full(weight.shape, math.log(math.expm1(1.0)))
+        case "decay_half_log_five":
             return torch.full(weight.shape, math.log(math.expm1(0.5 * math.log(5.0))))
     key = stream_key(seed, f"weight {weight.name}")
     rows, zero = torch.arange(weight.shape[0]), torch.zeros(1, dtype=torch.int64)
-    width = weight.shape[1]
-    if model.init_scheme == "pytorch":
-        if weight.init == "embedding" and weight.name != "head":
-            return normals(key, rows, zero, 0, width)
+    width, d = weight.shape[1], model.hidden_size
+    if weight.init == "uniform" or (model.init_scheme == "pytorch" and weight.init != "embedding"):
         return (2 * uniforms(key, rows, zero, 0, width) - 1) * width**-0.5
-    if weight.init == "embedding":
-        return truncated_normals(key, rows, zero, 0, width, cut=3.0) * model.hidden_size**-0.5
-    return normals(key, rows, zero, 0, width) * model.init_std
+    if model.init_scheme == "pytorch" or "value_embedding" in weight.name:
+        return normals(key, rows, zero, 0, width)
+    if model.init_scheme == "normal":
+        if weight.init in ("embedding", "head"):
+            return truncated_normals(key, rows, zero, 0, width, cut=3.0) * d**-0.5
+        return normals(key, rows, zero, 0, width) * model.init_std
+    std = math.sqrt(2 / (5 * d))
+    if weight.init == "output":
+        std = 0.0 if model.init_scheme == "scaled_zero" else std / math.sqrt(2 * model.init_depth)
+    return truncated_normals(key, rows, zero, 0, width, cut=3.0) * std

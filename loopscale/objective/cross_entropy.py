@@ -19,7 +19,9 @@ IGNORED = -100
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         needs_states, needs_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(states.dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=states.device)
@@ -39,20 +41,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             d_logits = exponentials.mul_(scored / total)
             d_logits.scatter_add_(1, index, -scored.to(d_logits.dtype))
+            if row_weights is not None:
+                d_logits.mul_(row_weights[part, None])
             d_logits = d_logits.to(states.dtype)
             if d_states is not None:
                 torch.mm(d_logits, compute_weight, out=d_states[part])
             if d_weight is not None:
                 _accumulate(d_weight, d_logits.t(), states[part], first=start == 0)
-        ctx.save_for_backward(d_states, d_weight)
+        ctx.save_for_backward(d_states, d_weight, losses if row_weights is not None else None)
         ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        return (losses if row_weights is None else losses * row_weights).sum(), losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_sum: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        d_states, d_weight = ctx.saved_tensors
-        return None if d_states is None else d_states.mul_(d_sum), None if d_weight is None else d_weight.mul_(d_sum), None, None
+    def backward(ctx: Any, d_sum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        d_states, d_weight, losses = ctx.saved_tensors
+        d_states = None if d_states is None else d_states.mul_(d_sum)
+        d_weight = None if d_weight is None else d_weight.mul_(d_sum)
+        return d_states, d_weight, None, None, None if losses is None else losses * d_sum
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -65,13 +71,15 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
         total.add_(left @ right)
 
 
-def linear_cross_entropy(states: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Σ over scored tokens of −log softmax(weight · state)[target], in nats, and each token's share of it.
+def linear_cross_entropy(
+    states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Σ over scored tokens of row_weight · (−log softmax(weight · state)[target]), in nats, and each token's loss.
 
     ``states`` [N, d] in the compute type, ``weight`` [V, d] fp32 (cast to the compute type here, so that its gradient
     is fp32), ``targets`` [N] int64 with :data:`IGNORED` where not scored; at most ``chunk`` rows of logits exist at
-    once. Returns the sum (fp32 scalar with gradient) and the losses [N] (without gradient, 0 where not scored). The
-    backward may run once.
+    once. ``row_weights`` [N] may carry gradient; unset, they are 1. Returns the sum (fp32 scalar with gradient) and
+    the losses [N] before weighting (without gradient, 0 where not scored). The backward may run once.
     """
-    total, losses = _LinearCrossEntropy.apply(states, weight, targets, chunk)
+    total, losses = _LinearCrossEntropy.apply(states, weight, targets, chunk, row_weights)
     return total, losses

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,37 +20,39 @@ from torch import Tensor, nn
 from loopscale.config.tree import OptimizerConfig
 from loopscale.environment.doctor import apex_has_kernels
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's two moments, as the optimizers name them."""
+Moments = dict[str, dict[str, Tensor]]
+"""{moment as the optimizer names it: {parameter name: whole tensor}}."""
 
 
 class ZeroOptimizer:
-    """Steps ``parameters`` (name -> parameter), all fp32 on one device.
+    """Steps ``parameters`` (name -> parameter), all fp32 on one device, as ``config`` says.
 
-    ``decayed`` names those under weight decay. DeepSpeed averages gradients over data-parallel ranks, so a loss that
-    is divided by the global number of tokens must be multiplied by the number of those ranks.
+    ``kinds`` names what each parameter is (see ``model/weights.py``): it decides on decay and, under Muon, on the
+    optimizer. DeepSpeed averages gradients over data-parallel ranks, so a loss that is divided by the global number of
+    tokens must be multiplied by the number of those ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decayed: Iterable[str], config: OptimizerConfig, zero_stage: int):
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str], config: OptimizerConfig, zero_stage: int
+    ):
         self._parameters, self._clip, self._zero_stage = dict(parameters), config.clip, zero_stage
         self._twins = {name: nn.Parameter(p.data) for name, p in self._parameters.items()}
-        decayed = set(decayed)
-        groups = [
-            {"params": [t for n, t in self._twins.items() if (n in decayed) is decays], "weight_decay": rate}
-            for decays, rate in ((True, config.weight_decay), (False, 0.0))
-        ]
-        self._adam = _adamw([g for g in groups if g["params"]], config)
+        self._by_muon = {n for n in self._twins if config.name == "muon" and kinds[n] == "matrix"}
+        self._optimizer = self._build(kinds, config)
         self._grad_norm = math.nan
         if zero_stage == 0:
-            self._adam.register_step_pre_hook(self._clip_reduced)
-        self._engine = _initialize(nn.ParameterList(self._twins.values()), self._adam, zero_stage, config.clip)
+            self._optimizer.register_step_pre_hook(self._clip_reduced)
+        self._engine = _initialize(nn.ParameterList(self._twins.values()), self._optimizer, zero_stage, config.clip)
         self._share_storage()
         self.applied_steps = 0
 
-    def step(self, lr: float) -> float:
-        """Reduces, clips and applies the gradients collected in the parameters, and clears them; returns their norm."""
-        for group in self._adam.param_groups:
-            group["lr"] = lr
+    def step(self, rate: float) -> float:
+        """Reduces, clips and applies the gradients collected in the parameters, and clears them; returns their norm.
+
+        ``rate`` is the learning rate as a share of its peak.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["peak"]
         for name, parameter in self._parameters.items():
             self._twins[name].grad, parameter.grad = parameter.grad, None
         self._engine.step()
@@ -64,47 +66,80 @@ class ZeroOptimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """{moment: {parameter name: whole tensor}}, gathered over ranks; zeros before the first step. A collective."""
+    def moment_names(self) -> dict[str, list[str]]:
+        """{moment: names of the parameters that have it}."""
+        by_adam = [n for n in self._twins if n not in self._by_muon]
+        names = {"exp_avg": by_adam, "exp_avg_sq": by_adam, "momentum_buffer": [n for n in self._twins if n in self._by_muon]}
+        return {moment: own for moment, own in names.items() if own}
+
+    def moments(self) -> Moments:
+        """All moments, gathered over ranks; zeros before the first step. A collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        names = self.moment_names()
         if self.applied_steps == 0:
-            return {moment: {n: torch.zeros_like(p.data) for n, p in self._parameters.items()} for moment in MOMENTS}
+            return {moment: {n: torch.zeros_like(self._parameters[n].data) for n in own} for moment, own in names.items()}
         if self._zero_stage == 0:
-            return {moment: {n: self._adam.state[t][moment] for n, t in self._twins.items()} for moment in MOMENTS}
+            return {moment: {n: self._state(n)[moment] for n in own} for moment, own in names.items()}
         self._link_moments()
-        return {moment: {n: safe_get_full_optimizer_state(t, moment) for n, t in self._twins.items()} for moment in MOMENTS}
+        return {moment: {n: safe_get_full_optimizer_state(self._twins[n], moment) for n in own} for moment, own in names.items()}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], applied_steps: int) -> None:
         """Sets weights, moments and the number of steps that Adam's bias correction counts."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        self._create_state(applied_steps)
-        if self._zero_stage == 1 and applied_steps:
-            self._link_moments()
         self.applied_steps = applied_steps
         for name, twin in self._twins.items():
             twin.data.copy_(weights[name])
             if self._zero_stage == 1:
                 safe_set_full_fp32_param(twin, weights[name].to(twin.device))
-            for moment in MOMENTS if applied_steps else ():
-                if self._zero_stage == 1:
-                    safe_set_full_optimizer_state(twin, moments[moment][name].to(twin.device), moment)
-                else:
-                    self._adam.state[twin][moment].copy_(moments[moment][name])
         self._share_storage()
-
-    def _create_state(self, applied_steps: int) -> None:
-        """Makes the state that Adam would make at its first step, so that it can be filled."""
         if applied_steps == 0:
             return
-        for group in self._adam.param_groups:
-            if "step" in group or type(self._adam) is not torch.optim.AdamW:  # apex counts steps per group
-                group["step"] = applied_steps
-            for flat in group["params"]:
-                step = torch.tensor(float(applied_steps), device=flat.device if group.get("fused") else "cpu")
-                self._adam.state[flat] = {"step": step, **{m: torch.zeros_like(flat) for m in MOMENTS}}
+        self._create_state(applied_steps)
+        for moment, own in self.moment_names().items():
+            for name in own:
+                if self._zero_stage == 1:
+                    safe_set_full_optimizer_state(self._twins[name], moments[moment][name].to(self._twins[name].device), moment)
+                else:
+                    self._state(name)[moment].copy_(moments[moment][name])
+
+    def _build(self, kinds: Mapping[str, str], config: OptimizerConfig) -> torch.optim.Optimizer:
+        decays = {n: kinds[n] not in config.no_decay for n in self._twins}
+        groups = []
+        for decaying, rate in ((True, config.weight_decay), (False, 0.0)):
+            own = [t for n, t in self._twins.items() if n not in self._by_muon and decays[n] is decaying]
+            groups += [{"params": own, "weight_decay": rate, "peak": config.lr}] if own else []
+        adam = _adamw(groups, config)
+        if not self._by_muon:
+            return adam
+        matrices = {"params": [self._twins[n] for n in self._twins if n in self._by_muon], "peak": config.muon_lr}
+        muon = torch.optim.Muon([matrices], lr=config.muon_lr, weight_decay=config.muon_decay, momentum=config.muon_momentum)
+        return _Both(adam, muon)
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """A parameter's own optimizer state, without ZeRO."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, _Both):
+            optimizer = optimizer.parts[name in self._by_muon]
+        return optimizer.state[self._twins[name]]
+
+    def _create_state(self, applied_steps: int) -> None:
+        """Makes the state that the optimizer would make at its first step, so that it can be filled."""
+        parts = self._optimizer.parts if isinstance(self._optimizer, _Both) else (self._optimizer,)
+        for part in parts:
+            for group in part.param_groups:
+                if type(part).__module__.startswith("apex"):  # counts steps per group
+                    group["step"] = applied_steps
+                for flat in group["params"]:
+                    if isinstance(part, torch.optim.Muon):
+                        part.state[flat] = {"momentum_buffer": torch.zeros_like(flat)}
+                        continue
+                    step = torch.tensor(float(applied_steps), device=flat.device if group.get("fused") else "cpu")
+                    part.state[flat] = {"step": step, "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+        if self._zero_stage == 1:
+            self._link_moments()
 
     def _link_moments(self) -> None:
         """Tells each twin where its moments lie. DeepSpeed links after the first group's first step, when the other
@@ -113,17 +148,30 @@ class ZeroOptimizer:
 
         zero = self._engine.optimizer
         for twins, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-            lazy_init_hp_params_optimizer_state(twins, flat, self._adam.state)
+            lazy_init_hp_params_optimizer_state(twins, flat, self._optimizer.state)
 
     def _share_storage(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.data = self._twins[name].data
 
-    def _clip_reduced(self, adam: torch.optim.Optimizer, *_: Any) -> None:
+    def _clip_reduced(self, *_: Any) -> None:
         """ZeRO 0 leaves whole, reduced gradients in the twins; their norm is taken, and bounded, just before the update."""
         twins = [t for t in self._twins.values() if t.grad is not None]
         bound = math.inf if self._clip is None else self._clip
         self._grad_norm = float(nn.utils.clip_grad_norm_(twins, bound))
+
+
+class _Both(torch.optim.Optimizer):
+    """Two optimizers that step together, their groups in one list."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer):
+        self.parts = (first, second)
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self.param_groups = [*first.param_groups, *second.param_groups]  # the same dicts: a rate set here holds there
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
 
 
 def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from loopscale.config.tree import ModelConfig
 from loopscale.depth import make_prior
 from loopscale.errors import ConfigError, Problem
 from loopscale.model.flops import count, training_flops
-from loopscale.objective.supervision import exit_weights
+from loopscale.objective.supervision import GATED, exits
 from loopscale.parallel.ring.plan import Work
 from loopscale.train.banner import quantity, sizes
 
@@ -43,7 +43,7 @@ def dry_run(config: Config, nodes: int, per_node: int) -> str:
     counts, memory = count(model, length), predict_memory(config, model, batch)
     tokens = batch.global_batch * length
     law = enumerate(prior.probabilities, 1)
-    flops = sum(p * training_flops(counts, _work(config, r)) for r, p in law)
+    flops = sum(p * training_flops(counts, _work(config, r), config.objective.kind in GATED) for r, p in law)
     truncated = sum(p for r, p in enumerate(prior.probabilities, 1) if r > depth.gradient_visits(r))
     gib = {kind: size / _GIB for kind, size in asdict(memory).items()}
     lines = [
@@ -84,7 +84,7 @@ def predict_memory(config: Config, model: ModelConfig, batch: Batch) -> Memory:
 
 def _work(config: Config, depth: int) -> Work:
     b = config.depth.gradient_visits(depth)
-    return Work(depth, b, tuple(exit_weights(config.objective, depth, b)))
+    return Work(depth, b, tuple(e.visit for e in exits(config.objective, depth, b)))
 
 
 def _layer_activations(model: ModelConfig, width: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from loopscale.checkpoint import commit, store
 from loopscale.config import Batch, Config, Loaded, settle
+from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import StepBatch, batches, collate
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
@@ -29,10 +30,11 @@ from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
 from loopscale.model.stage import LoopedStage
+from loopscale.objective.supervision import GATED
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
-from loopscale.parallel.zero import MOMENTS, ZeroOptimizer
+from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
 from loopscale.train.banner import banner, done_line, facts
 from loopscale.train.profile import profiler
@@ -102,14 +104,17 @@ class Run:
         self.folder, checkpoint, notes = self._agreed(lambda: folders.choose(config, stem, resume))
 
         self.stage = LoopedStage(
-            config.model, config.corpus.sequence_length, seed=config.run.seed, compute=compute_type(config, mesh.device),
-            loss_chunk=config.train.loss_chunk, device=mesh.device,
+            config.model, config.corpus.sequence_length, seed=config.run.seed, objective=config.objective,
+            compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk, device=mesh.device,
         )  # fmt: skip
-        decayed = [h.parameter for h, _ in self.stage.held() if config.optimizer.decay == "all" or len(h.weights[0].shape) == 2]
-        self.optimizer = ZeroOptimizer(
-            {h.parameter: p for h, p in self.stage.held()}, decayed, config.optimizer, config.parallel.zero
-        )
-        self.step = TrainStep(config, self.batch, self.prior, self.stage, self.optimizer, mesh)
+        trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
+        for parameter in self.stage.parameters():
+            parameter.requires_grad_(False)
+        for _, parameter in trained:
+            parameter.requires_grad_(True)
+        kinds = {h.parameter: h.weights[0].kind for h, _ in trained}
+        self.optimizer = ZeroOptimizer({h.parameter: p for h, p in trained}, kinds, config.optimizer, config.parallel.zero)
+        self.step = TrainStep(config, self.batch, self.stage, self.optimizer, mesh)
         self.progress = Progress(run_id=new_run_id())
         if checkpoint is not None:
             self._load(checkpoint)
@@ -192,7 +197,11 @@ class Run:
         wanted = min(config.validation.sequences, len(self.held_out))
         own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
         rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
-        inputs = (Inputs.of(collate([self.held_out[i] for i in r], r), self.mesh.device, 0, "evaluation") for r in rows)
+        final = config.depth.evaluation_depth
+        inputs = (
+            Inputs.of(collate([self.held_out[i] for i in r], r), self.mesh.device, final_visit=final, purpose="evaluation")
+            for r in rows
+        )
         losses, _ = loss_by_depth(self.stage, inputs, validation_depths(config), sum_over_ranks)
         return losses
 
@@ -209,7 +218,8 @@ class Run:
                 "tokens_per_s": window.tokens / window.seconds,
                 "matmul_share": None if rate is None else window.flops / window.seconds / (rate * self.mesh.world),
                 "elapsed": self.progress.elapsed,
-                "depths": [g.depth for g in result.groups],
+                **({"terms": result.terms} if len(result.terms) > 1 else {}),
+                "depths": list(result.draws),
                 "depth_losses": [g.loss / max(g.tokens, 1) for g in result.groups],
                 "grad_norm": result.grad_norm,
                 "state_norm": norms.mean,
@@ -222,7 +232,7 @@ class Run:
         )
 
     def _flops(self, work: Work) -> float:
-        return training_flops(self.counts, work)
+        return training_flops(self.counts, work, self.config.objective.kind in GATED)
 
     # ---- checkpoints
 
@@ -247,7 +257,10 @@ class Run:
     def _tensors(self) -> dict[str, torch.Tensor]:
         moments, tensors = self.optimizer.moments(), {}
         for holder, parameter in self.stage.held():
-            kinds = {"weight": parameter.detach(), **{m: moments[m][holder.parameter] for m in MOMENTS}}
+            kinds = {
+                "weight": parameter.detach(),
+                **{m: own[holder.parameter] for m, own in moments.items() if holder.parameter in own},
+            }
             tensors.update({f"{kind}/{n}": t for kind, held in kinds.items() for n, t in holder.split(held).items()})
         return tensors
 
@@ -270,13 +283,18 @@ class Run:
     def _load(self, checkpoint: Path) -> None:
         state = store.load_state(checkpoint)
         self._check_continuable(checkpoint, state)
-        shapes = {f"{k}/{w.name}": w.shape for h, _ in self.stage.held() for w in h.weights for k in ("weight", *MOMENTS)}
-        tensors = store.load_tensors(checkpoint, shapes)
-
-        def joined(kind: str) -> dict[str, torch.Tensor]:
-            return {h.parameter: h.join({w.name: tensors[f"{kind}/{w.name}"] for w in h.weights}) for h, _ in self.stage.held()}
-
-        self.optimizer.load(joined("weight"), {m: joined(m) for m in MOMENTS}, state["applied_steps"])
+        holders = {h.parameter: h for h, _ in self.stage.held()}
+        kinds = {"weight": list(holders), **self.optimizer.moment_names()}
+        wanted = {f"{k}/{w.name}": w.shape for k, names in kinds.items() for n in names for w in holders[n].weights}
+        tensors = store.load_tensors(checkpoint, wanted)
+        joined = {
+            k: {n: holders[n].join({w.name: tensors[f"{k}/{w.name}"] for w in holders[n].weights}) for n in names}
+            for k, names in kinds.items()
+        }
+        with torch.no_grad():
+            for holder, parameter in self.stage.held():
+                parameter.copy_(joined["weight"][holder.parameter])
+        self.optimizer.load(joined["weight"], joined, state["applied_steps"])
         self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
 
     def _check_continuable(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -353,6 +371,11 @@ class _Window:
         tokens = sum(g.tokens for g in result.groups)
         self.tokens += tokens
         self.flops += tokens * flops_per_token
+
+
+def _is_trained(objective: ObjectiveConfig, parameter: str) -> bool:
+    """Stage II of the exit gate trains the gate and freezes the language model."""
+    return objective.kind != "exit_gate_stage2" or parameter.startswith("gate.")
 
 
 def compute_type(config: Config, device: torch.device) -> torch.dtype:

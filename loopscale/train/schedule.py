@@ -10,19 +10,23 @@ _FIRST = 1e-4
 """Where warm-up begins, as a share of the peak (Paper B)."""
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of the update that follows ``step`` completed ones, 0 <= step < steps.
+def share_of_peak(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate as a share of its peak, which AdamW and Muon have in common.
 
-    Linear warm-up from 1e-4 of the peak; then flat and a cosine to ``final`` over the last ``decay_share`` (wsd), one
-    cosine to ``final`` (cosine), or flat (constant).
+    Linear warm-up from 1e-4 of the peak; then flat and a cosine or a line to ``final`` over the last ``decay_share``
+    (wsd), one cosine to ``final`` (cosine), or flat (constant).
     """
     warmup = round(config.warmup * steps)
     if step < warmup:
-        return config.lr * (_FIRST + (1 - _FIRST) * (step + 1) / warmup)
+        return _FIRST + (1 - _FIRST) * (step + 1) / warmup
     if config.schedule == "constant":
-        return config.lr
+        return 1.0
     decay = round(config.decay_share * steps) if config.schedule == "wsd" else steps - warmup
     done = step + 1 - (steps - decay)
     if done <= 0:
-        return config.lr
-    return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done / decay)))
+        return 1.0
+    if config.schedule == "wsd" and config.decay_shape == "linear":
+        left = 1 - done / decay
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * done / decay))
+    return config.final + (1 - config.final) * left

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from loopscale.config import Batch, Config
-from loopscale.corpus.batches import StepBatch
-from loopscale.depth import Prior, draw_depths
+from loopscale.corpus.batches import Microbatch, StepBatch
+from loopscale.depth import DepthLaw, draw_depths
 from loopscale.model.inputs import Inputs
 from loopscale.model.stage import LoopedStage
-from loopscale.objective.supervision import exit_weights
+from loopscale.objective.supervision import exits, term_names
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Plan, Work, plan
 from loopscale.parallel.zero import ZeroOptimizer
-from loopscale.train.schedule import learning_rate
+from loopscale.train.schedule import share_of_peak
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class GroupSums:
 class StepResult:
     """Outcome of a step, equal on all ranks."""
 
-    loss: float
-    """The objective, nats per scored token."""
+    terms: dict[str, float]
+    """The parts of the objective; they add up to it. Cross entropy is in nats per scored token."""
+    draws: tuple[int, ...]
+    """Depths drawn: one per group, or one per sequence of the global batch."""
     groups: tuple[GroupSums, ...]
     grad_norm: float | None
     """Norm of the whole gradient before clipping; None when the step was skipped."""
@@ -49,6 +51,11 @@ class StepResult:
     """Ranks that were asked to stop."""
 
     @property
+    def loss(self) -> float:
+        """The objective."""
+        return sum(self.terms.values())
+
+    @property
     def terminal_loss(self) -> float:
         """Cross entropy at the last visit, nats per scored token."""
         return sum(g.loss for g in self.groups) / max(sum(g.tokens for g in self.groups), 1)
@@ -57,51 +64,72 @@ class StepResult:
 class TrainStep:
     """Everything a step needs that outlives it."""
 
-    def __init__(self, config: Config, batch: Batch, prior: Prior, stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh):
-        self.config, self.batch, self.prior, self.stage, self.optimizer, self.mesh = config, batch, prior, stage, optimizer, mesh
+    def __init__(self, config: Config, batch: Batch, stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh):
+        self.config, self.batch, self.stage, self.optimizer, self.mesh = config, batch, stage, optimizer, mesh
+        self.law = DepthLaw(config.depth)
+        self.term_names = term_names(config.objective)
         self._plan = lru_cache(maxsize=64)(_one_stage_plan)
 
     def __call__(self, step: int, data: StepBatch, *, stop: bool = False, observe: Observer | None = None) -> StepResult:
         """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective."""
-        config = self.config
-        depths = draw_depths(self.prior, config.run.seed, step, self.batch.groups)
-        inputs = [[Inputs.of(m, self.mesh.device, step) for m in group] for group in data.groups]
-        scored = sum_over_ranks(torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in inputs], dtype=torch.float64))
-        tasks = self._tasks(inputs, depths, float(scored.sum()))
+        config, groups = self.config, self.batch.groups
+        prior = self.law.at(step / config.train.steps)
+        draws = draw_depths(prior, config.run.seed, step, self.batch.global_batch if config.depth.per_sequence else groups)
+        depths = [max(own) for own in self._by_group(draws)]
+        scored = sum_over_ranks(
+            torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
+        )
+        tasks = self._tasks(step, data, draws, depths, float(scored.sum()))
         work = tuple(t.work for t in tasks)
-        losses = execute(self._plan(work), self.stage, tasks, recompute=config.train.recompute == "visit", observe=observe)
+        outcomes = execute(self._plan(work), self.stage, tasks, recompute=config.train.recompute == "visit", observe=observe)
 
-        sums = torch.zeros(len(depths) + 3, dtype=torch.float64)  # each group's last exit, objective, bad ranks, stop requests
-        for i, (task, own) in enumerate(zip(tasks, losses, strict=True)):
-            sums[i // self.batch.microbatches_per_group] += own[task.work.depth].double().sum().cpu()
-            sums[-3] += sum(task.scales[r] / self.mesh.data_size * own[r].double().sum().cpu() for r in own)
-        sums[-2] = float(not torch.isfinite(sums[-3]) or not self._gradients_finite())
-        sums[-1] = float(stop)
-        sums = sum_over_ranks(sums)
+        last_exit, terms = torch.zeros(groups, dtype=torch.float64), torch.zeros(len(self.term_names), dtype=torch.float64)
+        for i, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
+            last_exit[i // self.batch.microbatches_per_group] += outcome.losses[task.depth].double().sum().cpu()
+            terms += torch.stack([outcome.terms[name].double().cpu() for name in self.term_names]) / self.mesh.data_size
+        bad = not torch.isfinite(terms).all() or not self._gradients_finite()
+        sums = sum_over_ranks(torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64))))
+        last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
 
-        lr = learning_rate(config.optimizer, step, config.train.steps)
-        if bad := int(sums[-2]):
+        share = share_of_peak(config.optimizer, step, config.train.steps)
+        if bad_ranks:
             self.optimizer.drop_gradients()
         return StepResult(
-            loss=float(sums[-3]),
-            groups=tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, sums[:-3], scored, strict=True)),
-            grad_norm=None if bad else self.optimizer.step(lr),
-            lr=lr,
+            terms=dict(zip(self.term_names, terms.tolist(), strict=True)),
+            draws=draws,
+            groups=tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True)),
+            grad_norm=None if bad_ranks else self.optimizer.step(share),
+            lr=share * config.optimizer.lr,
             work=work,
-            bad_ranks=bad,
-            stop_ranks=int(sums[-1]),
+            bad_ranks=int(bad_ranks),
+            stop_ranks=int(stop_ranks),
         )
 
-    def _tasks(self, inputs: Sequence[Sequence[Inputs]], depths: Sequence[int], scored: float) -> list[Task[Inputs]]:
+    def _by_group(self, draws: Sequence[int]) -> list[Sequence[int]]:
+        """Draws of each group: one, or one per sequence."""
+        size = len(draws) // self.batch.groups
+        return [draws[g * size : (g + 1) * size] for g in range(self.batch.groups)]
+
+    def _tasks(
+        self, step: int, data: StepBatch, draws: Sequence[int], depths: Sequence[int], scored: float
+    ) -> list[Task[Inputs]]:
         """Loss is divided by the globally scored tokens before backward; DeepSpeed's averaging over ranks is undone."""
         tasks = []
-        for depth, group in zip(depths, inputs, strict=True):
+        for depth, group in zip(depths, data.groups, strict=True):
             b = self.config.depth.gradient_visits(depth)
-            weights = exit_weights(self.config.objective, depth, b)
-            work = Work(depth, b, tuple(weights))
-            scales = {r: w * self.mesh.data_size / max(scored, 1.0) for r, w in weights.items()}
-            tasks += [Task(m, work, scales) for m in group]
+            supervision = exits(self.config.objective, depth, b)
+            token_scale, sequence_scale = self.mesh.data_size / max(scored, 1.0), self.mesh.data_size / self.batch.global_batch
+            for microbatch in group:
+                starts = self._first_visits(microbatch, data.first, draws, depth)
+                inputs = Inputs.of(microbatch, self.mesh.device, final_visit=depth, step=step, first_visits=starts)
+                tasks.append(Task(inputs, depth, b, supervision, token_scale, sequence_scale))
         return tasks
+
+    def _first_visits(self, microbatch: Microbatch, first: int, draws: Sequence[int], depth: int) -> Tensor | None:
+        """Per-sequence depths end together: a sequence of R visits begins at visit R_max − R + 1."""
+        if not self.config.depth.per_sequence:
+            return None
+        return torch.tensor([depth - draws[sample - first] + 1 for sample in microbatch.samples.tolist()])
 
     def _gradients_finite(self) -> bool:
         gradients: list[Tensor] = [p.grad for p in self.stage.parameters() if p.grad is not None]

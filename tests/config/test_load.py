@@ -22,7 +22,7 @@ WRONG = {
     "fraction for a count": ("train: {steps: 1.5}", "train.steps", "is 1.5, must be a whole number, at least 1"),
     "below its bound": ("optimizer: {lr: 0}", "optimizer.lr", "is 0, must be a number, above 0"),
     "above its bound": ("optimizer: {warmup: 1.5}", "optimizer.warmup", "is 1.5, must be a number, at least 0, at most 1"),
-    "misspelt choice": ("model: {inject: orto}", "model.inject", "is 'orto', must be one of none, add, ortho; did you mean ortho?"),
+    "misspelt choice": ("model: {inject: orto}", "model.inject", "is 'orto', must be one of none, add, huginn_linear, diagonal, parcae, ortho; did you mean ortho?"),
     "unoffered stage": ("parallel: {zero: 3}", "parallel.zero", "is 3, must be one of 0, 1"),
     "a section that is a number": ("model: 5", "model", "is 5, must be a section of keys"),
     "a list that is too long": ("optimizer: {betas: [0.9, 0.95, 0.99]}", "optimizer.betas", "must be a list of 2"),
@@ -151,7 +151,7 @@ def test_the_schema_and_the_help_know_every_key(tree, command, capsys):
 
 def test_every_shipped_config_loads():
     root = Path(__file__).parents[2] / "configs"
-    trees = {"corpus": CorpusBuild, "run": Config}
+    trees = {"corpus": CorpusBuild, "run": Config, "presets": Config}
     files = sorted(root.rglob("*.yaml"))
     assert files
     for path in files:

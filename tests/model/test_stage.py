@@ -9,9 +9,9 @@ import torch
 
 from loopscale.config.tree import ModelConfig, ObjectiveConfig
 from loopscale.model.inputs import Documents, Inputs
-from loopscale.objective.supervision import exit_weights
+from loopscale.objective.supervision import exits
 from loopscale.parallel.ring.execute import Task, execute
-from loopscale.parallel.ring.plan import Work, plan
+from loopscale.parallel.ring.plan import plan
 from loopscale.randomness import normals, stream_key
 from tests import reference
 
@@ -90,13 +90,10 @@ def initial_state(model: ModelConfig, inputs: Inputs) -> torch.Tensor | None:
 
 
 def run(stage, inputs: Inputs, objective: str, depth: int, b: int, recompute: bool = False) -> float:
-    weights = exit_weights(ObjectiveConfig(kind=objective), depth, b)
-    work = Work(depth, b, tuple(weights))
     valid = int((inputs.targets != -100).sum())
-    losses = execute(
-        plan(1, [work], in_flight=1), stage, [Task(inputs, work, {r: w / valid for r, w in weights.items()})], recompute=recompute
-    )
-    return sum(w * losses[0][r].double().sum().item() / valid for r, w in weights.items())
+    task = Task(inputs, depth, b, exits(ObjectiveConfig(kind=objective), depth, b), 1 / valid, 1 / BATCH)
+    outcome = execute(plan(1, [task.work], in_flight=1), stage, [task], recompute=recompute)[0]
+    return sum(term.item() for term in outcome.terms.values())
 
 
 @pytest.mark.parametrize(("shape", "objective", "depth", "b", "documents"), CASES)
@@ -132,10 +129,10 @@ def test_states_and_logits_of_every_visit_agree_with_the_reference(mesh, shape, 
     )
     with torch.no_grad():
         feed, state = stage.prelude(inputs), None
-        for _, expected_state, expected_logits in visits:
-            state = stage.visit(inputs, feed, state)
+        for r, expected_state, expected_logits in visits:
+            state = stage.visit(inputs, feed, state, r)
             assert relative(state.transpose(0, 1), expected_state) <= TOLERANCE
-            assert relative(stage.logits(stage.decode(inputs, state)).transpose(0, 1), expected_logits) <= TOLERANCE
+            assert relative(stage.logits(stage.decode(inputs, state, r)).transpose(0, 1), expected_logits) <= TOLERANCE
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loopscale.config.tree import ObjectiveConfig
 from loopscale.objective.cross_entropy import linear_cross_entropy
-from loopscale.objective.supervision import exit_weights
 
 
 def example(n=37, d=16, v=50):
@@ -67,7 +65,16 @@ def test_bf16_states_give_an_fp32_weight_gradient():
     assert weight.grad.dtype == torch.float32
 
 
-def test_weights_of_exits():
-    assert exit_weights(ObjectiveConfig(kind="terminal"), 7, 3) == {7: 1.0}
-    assert exit_weights(ObjectiveConfig(kind="per_loop"), 4, 4) == {1: 0.25, 2: 0.25, 3: 0.25, 4: 0.25}
-    assert exit_weights(ObjectiveConfig(kind="per_loop"), 7, 2) == {6: 0.5, 7: 0.5}
+@pytest.mark.parametrize("chunk", [8, 1000])
+def test_row_weights_scale_each_loss_and_learn_from_it(chunk):
+    states, weight, targets = example()
+    rows = torch.rand(37, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    total, losses = linear_cross_entropy(states, weight, targets, chunk, rows)
+    total.backward()
+    wide, wide_weight = states.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wide_rows = rows.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide @ wide_weight.t(), targets, ignore_index=-100, reduction="none")
+    (expected * wide_rows).sum().backward()
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for found, wanted in ((states, wide), (weight, wide_weight), (rows, wide_rows)):
+        torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from loopscale.config.tree import OptimizerConfig
-from loopscale.train.schedule import learning_rate
+from loopscale.train.schedule import share_of_peak
 
 
 def rates(steps: int = 100, **changes) -> list[float]:
     config = OptimizerConfig(lr=1.0, warmup=0.1, decay_share=0.2, final=0.1, **changes)
-    return [learning_rate(config, step, steps) for step in range(steps)]
+    return [share_of_peak(config, step, steps) for step in range(steps)]
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "constant"])
@@ -40,4 +40,20 @@ def test_constant_stays():
 
 def test_no_warm_up_and_no_decay():
     config = OptimizerConfig(lr=1.0, warmup=0.0, decay_share=0.0)
-    assert [learning_rate(config, s, 5) for s in range(5)] == [1.0] * 5
+    assert [share_of_peak(config, s, 5) for s in range(5)] == [1.0] * 5
+
+
+def test_a_linear_wsd_falls_along_a_line_to_zero():
+    config = OptimizerConfig(warmup=0.0, decay_share=0.5, decay_shape="linear", final=0.0)
+    found = [share_of_peak(config, step, 100) for step in range(100)]
+    assert found[:50] == [1.0] * 50
+    assert found[74] == pytest.approx(0.5)
+    assert found[50:] == pytest.approx([1.0 - 0.02 * k for k in range(1, 51)])
+
+
+def test_a_linear_wsd_ends_at_its_last_value():
+    assert rates(schedule="wsd", decay_shape="linear")[89::10] == pytest.approx([0.55, 0.1])
+
+
+def test_the_decay_shape_belongs_to_wsd():
+    assert rates(schedule="cosine", decay_shape="linear") == rates(schedule="cosine")

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from loopscale.objective.supervision import Exit
 from loopscale.parallel.ring.plan import Kind, Operation, Plan, Work
 
 InputsT = TypeVar("InputsT")
@@ -29,20 +30,50 @@ class Stage(Protocol[StageInputs]):
     def prelude(self, inputs: StageInputs) -> Feed:
         """The feed, with its graph."""
 
-    def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None) -> Tensor:
-        """The state [S, B, d] after one more visit; ``state`` is None at the first."""
+    def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None, visit: int) -> Tensor:
+        """The state [S, B, d] after visit ``visit``; ``state`` is None at the first."""
 
-    def exit(self, inputs: StageInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The exit's loss summed over the scored tokens (with graph), and each token's [S * B]."""
+    def exit(self, inputs: StageInputs, exit: Exit, states: Mapping[int, Tensor]) -> ExitLoss:
+        """The exit's losses, of the states after ``exit.visits``."""
+
+
+@dataclass(frozen=True)
+class ExitLoss:
+    """Parts of the objective at an exit, by name, with their graph."""
+
+    tokens: Mapping[str, Tensor]
+    """Sums over scored tokens."""
+    sequences: Mapping[str, Tensor]
+    """Sums over sequences."""
+    losses: Tensor
+    """Cross entropy of each token at the exit's last visit, nats, without graph, 0 where not scored: [S * B]."""
 
 
 @dataclass(frozen=True)
 class Task(Generic[InputsT]):
-    """A microbatch: its input, its work, and the factor on the summed loss of each exit."""
+    """A microbatch: its input, its depth, its exits, and the factors that turn the sums of an exit into the objective."""
 
     inputs: InputsT
-    work: Work
-    scales: Mapping[int, float]
+    depth: int
+    gradient_visits: int
+    exits: tuple[Exit, ...]
+    token_scale: float = 1.0
+    sequence_scale: float = 1.0
+
+    @property
+    def work(self) -> Work:
+        """What the plan knows of it."""
+        return Work(self.depth, self.gradient_visits, tuple(e.visit for e in self.exits))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a microbatch leaves beside gradients."""
+
+    losses: dict[int, Tensor]
+    """Per exit, each token's cross entropy, see :class:`ExitLoss`."""
+    terms: dict[str, Tensor]
+    """The parts of the objective, scaled; they add up to it."""
 
 
 Observer = Callable[[int, int, "Tensor | None", Tensor], None]
@@ -57,16 +88,15 @@ def execute(
     recompute: bool = False,
     forward_only: bool = False,
     observe: Observer | None = None,
-) -> list[dict[int, Tensor]]:
-    """Runs ``plan`` and leaves gradients of Σ scale · loss in the stage's parameters.
+) -> list[Outcome]:
+    """Runs ``plan`` and leaves the gradients of the objective in the stage's parameters.
 
-    Returns, per microbatch, each exit's loss per token (detached, [S * B], 0 where a token is not scored). With
-    ``recompute`` a visit keeps only its input and runs again just before its backward.
+    With ``recompute`` a visit keeps only its input and runs again just before its backward.
     """
     run = _Run(stage, tasks, recompute, forward_only, observe)
     for operation in plan.operations[0]:
         run.perform(operation)
-    return run.losses
+    return run.outcomes
 
 
 class _Run(Generic[InputsT]):
@@ -74,9 +104,11 @@ class _Run(Generic[InputsT]):
         self, stage: Stage[InputsT], tasks: Sequence[Task[InputsT]], recompute: bool, forward_only: bool, observe: Observer | None
     ):
         self.stage, self.tasks, self.recompute, self.forward_only, self.observe = stage, tasks, recompute, forward_only, observe
-        self.losses: list[dict[int, Tensor]] = [{} for _ in tasks]
+        self.outcomes = [Outcome({}, {}) for _ in tasks]
+        self.exits = [{e.visit: e for e in task.exits} for task in tasks]
         self.feeds: dict[int, tuple[Feed, Feed]] = {}  # with graph, and as leaves
         self.states: dict[int, Tensor] = {}  # after the last visit; its exit runs before the next one
+        self.gathered: dict[int, dict[int, Tensor]] = {}  # earlier states that a later exit needs
         self.segments: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}  # a visit's input leaf and output
         self.gradients: dict[tuple[int, int], Tensor] = {}  # of the state after a visit
 
@@ -100,45 +132,59 @@ class _Run(Generic[InputsT]):
 
     def visit(self, m: int, r: int) -> None:
         task, before = self.tasks[m], self.states.get(m)
-        first = task.work.depth - task.work.gradient_visits + 1
+        first = task.depth - task.gradient_visits + 1
         differentiated = r >= first and not self.forward_only
         leaf = None if before is None else before.detach().requires_grad_(differentiated and r > first)
         with torch.set_grad_enabled(differentiated and not self.recompute):
-            after = self.stage.visit(task.inputs, self.feeds[m][1], leaf)
+            after = self.stage.visit(task.inputs, self.feeds[m][1], leaf, r)
         if differentiated:
             self.segments[m, r] = leaf, None if self.recompute else after
         self.states[m] = after.detach()
         if self.observe is not None:
             self.observe(m, r, before, self.states[m])
-        if self.forward_only and r == task.work.depth:
+        if any(r in e.visits for e in task.exits if e.visit > r):
+            self.gathered.setdefault(m, {})[r] = self.states[m]
+        if self.forward_only and r == task.depth:
             del self.feeds[m]
 
     def exit(self, m: int, r: int) -> None:
-        task = self.tasks[m]
-        state = self.states[m].detach().requires_grad_(not self.forward_only)
+        task, exit, outcome = self.tasks[m], self.exits[m][r], self.outcomes[m]
+        held = {**self.gathered.get(m, {}), r: self.states[m]}
+        states = {v: held[v].detach().requires_grad_(not self.forward_only) for v in exit.visits}
         with torch.set_grad_enabled(not self.forward_only):
-            total, self.losses[m][r] = self.stage.exit(task.inputs, state)
+            loss = self.stage.exit(task.inputs, exit, states)
+            terms = {name: task.token_scale * term for name, term in loss.tokens.items()}
+            terms |= {name: task.sequence_scale * term for name, term in loss.sequences.items()}
+        outcome.losses[r] = loss.losses
+        for name, term in terms.items():
+            outcome.terms[name] = outcome.terms.get(name, 0.0) + term.detach()
         if not self.forward_only:
-            (total * task.scales[r]).backward()  # type: ignore[no-untyped-call]
-            self.collect(m, r, state.grad)
-        if r == task.work.depth:
+            torch.stack(list(terms.values())).sum().backward()  # type: ignore[no-untyped-call]
+            for v, state in states.items():
+                if state.grad is not None:
+                    self.collect(m, v, state.grad)
+        if r == task.depth:
             del self.states[m]
+            self.gathered.pop(m, None)
 
     def visit_backward(self, m: int, r: int) -> None:
         leaf, after = self.segments.pop((m, r))
         if after is None:
             with torch.enable_grad():
-                after = self.stage.visit(self.tasks[m].inputs, self.feeds[m][1], leaf)
-        after.backward(self.gradients.pop((m, r)))  # type: ignore[no-untyped-call]
-        if leaf is not None and leaf.requires_grad:
+                after = self.stage.visit(self.tasks[m].inputs, self.feeds[m][1], leaf, r)
+        gradient = self.gradients.pop((m, r), None)
+        if gradient is None:  # nothing that is trained lies behind this state: stage II of the exit gate
+            return
+        after.backward(gradient)  # type: ignore[no-untyped-call]
+        if leaf is not None and leaf.grad is not None:
             self.collect(m, r - 1, leaf.grad)
 
     def prelude_backward(self, m: int) -> None:
         feed, leaves = self.feeds.pop(m)
         reached = [(t, leaf.grad) for t, leaf in zip(feed, leaves, strict=True) if leaf.grad is not None]
-        torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
+        if reached:
+            torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
 
-    def collect(self, m: int, r: int, gradient: Tensor | None) -> None:
-        assert gradient is not None
+    def collect(self, m: int, r: int, gradient: Tensor) -> None:
         held = self.gradients.get((m, r))
         self.gradients[m, r] = gradient if held is None else held.add_(gradient)

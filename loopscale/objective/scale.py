@@ -1,0 +1,18 @@
+"""Losses that see the scale of the state, which cross entropy behind a norm does not (Paper A, ``methods.md`` §1.4).
+
+T visits, S positions, B sequences, d width. Both are per sequence, so that they do not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def mean_squares(states: Tensor, active: Tensor) -> Tensor:
+    """Mean over visits, positions and channels of h², [B]; ``states`` [T, S, B, d], ``active`` [T, B] 0 or 1."""
+    return (states.square().mean(dim=(1, 3)) * active).sum(0) / active.sum(0)
+
+
+def anchor(mean_squares: Tensor, target: float) -> Tensor:
+    """(sqrt(mean square) − target)², [B]."""
+    return (mean_squares.sqrt() - target).square()
