@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -65,12 +66,23 @@ class Runs:
             launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         return [*launcher, "loopscale", "train", str(config), *own, *options]
 
-    def start(self, name: str, *overrides: str, ranks: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    def start(
+        self,
+        name: str,
+        *overrides: str,
+        ranks: int = 1,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
         command = self.command(name, overrides, ranks, options)
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
 
-    def train(self, name: str, *overrides: str, ranks: int = 1, options: Sequence[str] = (), exit_code: int = 0) -> str:
-        process = self.start(name, *overrides, ranks=ranks, options=options)
+    def train(self, name: str, *overrides: str, exit_code: int = 0, **more) -> str:
+        """Runs to the end; ``more`` as for :meth:`start`. Returns what was printed."""
+        process = self.start(name, *overrides, **more)
         output, _ = process.communicate(timeout=300)
         assert process.returncode == exit_code, output
         return output

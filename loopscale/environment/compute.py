@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 
@@ -26,8 +27,8 @@ def matmul_rate(shapes: Sequence[tuple[int, int]], tokens: int, device: torch.de
     them; on a GPU it is the data sheet's dense bf16 peak, and None for one that is not in the table.
     """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return next((peak for part, peak in _DENSE_BF16_PEAK.items() if part in name.split()), None)
+        words = re.split(r"[\s-]+", torch.cuda.get_device_name(device))
+        return next((peak for part, peak in _DENSE_BF16_PEAK.items() if part in words), None)
     operands = [(torch.randn(tokens, i), torch.randn(o, i), torch.randn(tokens, o)) for i, o in shapes]
     operations = sum(6 * tokens * i * o for i, o in shapes)
     best = float("inf")

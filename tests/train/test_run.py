@@ -15,7 +15,7 @@ import pytest
 
 from loopscale.corpus.packing import PackedCorpus
 from tests.conftest import Runs
-from tests.corpus.conftest import built
+from tests.corpus.conftest import built, texts, write_jsonl
 
 pytestmark = pytest.mark.ranks
 
@@ -53,6 +53,20 @@ def test_every_layout_gives_the_curve_depths_and_weights_of_one_process(one_proc
     weights = runs.weights("other", 20)
     for name, value in one_process.weights("one", 20).items():
         assert relative(weights[name], value) <= (1e-5 if name.startswith("weight/") else 1e-4), name
+
+
+def test_validation_does_not_depend_on_how_its_sequences_fall_to_ranks(runs, tmp_path):
+    """Three sequences over two ranks: no rank waits for another, and the loss is that of one process. Nothing is compiled
+    at the start, though a lock of a dead process lies where DeepSpeed would build its collective."""
+    cache = tmp_path / "extensions"
+    (cache / "deepspeed_shm_comm").mkdir(parents=True)
+    (cache / "deepspeed_shm_comm" / "lock").touch()
+    short = ["train.steps=2", "validation.sequences=3"]
+    runs.train("alone", *short)
+    runs.train("pair", *short, ranks=2, environment={"TORCH_EXTENSIONS_DIR": str(cache)})
+    expected, found = (runs.records(name)[-1]["validation"] for name in ("alone", "pair"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert [p.name for p in cache.rglob("*") if p.is_file()] == ["lock"]
 
 
 def test_a_run_learns_and_says_so(one_process):
@@ -132,9 +146,20 @@ def test_a_new_run_does_not_overwrite_one(one_process):
     assert "already holds a run; go on with --resume auto" in output
 
 
-def test_another_seed_or_corpus_is_not_resumed(one_process, tmp_path):
+def test_another_seed_is_not_resumed(one_process):
     output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=1)
     assert "was trained with seed 1, the configuration says 2" in output
+
+
+def test_another_corpus_is_not_resumed_unless_told(runs, tmp_path):
+    """The same texts but one: another fingerprint."""
+    built(tmp_path / "other", write_jsonl(tmp_path / "texts.jsonl", texts(299)))
+    runs.train("moved", "train.steps=2", "checkpoint.every=2")
+    moved = ["train.steps=3", f"corpus.path={tmp_path / 'other'}"]
+    output = runs.train("moved", *moved, options=["--resume", "auto"], exit_code=1)
+    assert "set corpus.accept_change=true" in output
+    runs.train("moved", *moved, "corpus.accept_change=true", options=["--resume", "auto"])
+    assert [r["step"] for r in runs.records("moved")] == [1, 2, 3]
 
 
 def faulty(runs: Runs, name: str, steps: str, *overrides: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
