@@ -135,7 +135,7 @@ class _HelpWithKeys(argparse.Action):
 
         print(
             parser.format_help()
-            + "\nkeys of CONFIG:"
+            + "\nkeys of CONFIG:\n"
             + describe_keys(Config if parser.get_default("kind") == "run" else CorpusBuild)
         )
         parser.exit()

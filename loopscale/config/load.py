@@ -7,6 +7,7 @@ Layers, weakest first: defaults, the files named by ``base:`` (relative to the f
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from loopscale.config.tree import Section
@@ -24,6 +26,9 @@ from loopscale.errors import ConfigError, Problem, UsageError
 
 Tree = TypeVar("Tree", bound=Section)
 Key = tuple[str, ...]
+_DEEPEST = 8
+_ONE_LINE = 10**9
+_MISSING = "must be given"
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,6 +37,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"the key {key!r} appears twice", problem_mark=key_node.start_mark)
@@ -58,7 +67,7 @@ def parse_yaml(text: str, source: str) -> Any:
     """YAML text as plain values; raises :class:`UsageError` with line and column when it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last two: nested or long beyond reason
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise UsageError(f"{source} is not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None
@@ -85,7 +94,9 @@ def from_values(tree: type[Tree], content: Mapping[str, Any], source: str = "con
 
 
 def _layers(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not path.is_file():
+    if path.is_dir():
+        raise UsageError(f"config file {path} is a folder; name a YAML file")
+    if not path.exists():
         near = (
             difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
             if path.parent.is_dir()
@@ -97,12 +108,17 @@ def _layers(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[str, Mapping[
         )
     if path.resolve() in [p.resolve() for p in trail]:
         raise UsageError(f"config files name each other as base: {' -> '.join(map(str, (*trail, path)))}")
-    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if content is None:
         content = {}
-    if not isinstance(content, dict) or not all(isinstance(k, str) for k in content):
+    if not isinstance(content, dict):
         raise UsageError(f"{path} must hold keys and values, not {type(content).__name__}")
-    bases = content.pop("base", [])
+    if wrong := [k for k in content if not isinstance(k, str)]:
+        raise UsageError(f"{path}: the key {wrong[0]!r} is not a word")
+    bases = content.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
         raise ConfigError(str(path), [Problem("base", f"must be a file name or a list of them, not {bases!r}")])
@@ -124,6 +140,8 @@ def _override_layers(overrides: Sequence[str], problems: list[Problem]) -> Itera
 
 
 def _flatten(content: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+    if len(prefix) > _DEEPEST:
+        raise UsageError(f"{'.'.join(prefix[:3])}… is nested deeper than any key; is an alias its own part?")
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, (*prefix, str(key)))
@@ -154,9 +172,12 @@ def _validate(
         try:
             config = tree.model_validate(_nest(good))
         except ValidationError as error:
-            found = {_config_key(e["loc"]): e for e in error.errors(include_url=False)}
-            bad = {key for key in good for loc in found if key[: len(loc)] == loc or loc[: len(key)] == key}
-            problems += [_problem(tree, loc, e, good) for loc, e in found.items()]
+            found = {_location(e["loc"]): e for e in error.errors(include_url=False)}
+            keys = {tuple(itertools.takewhile(lambda part: isinstance(part, str), location)) for location in found}
+            bad = {key for key in good for wrong in keys if key[: len(wrong)] == wrong or wrong[: len(key)] == key}
+            dropped = {p.key for p in problems}
+            fresh = [_problem(tree, location, e) for location, e in found.items()]
+            problems += [p for p in fresh if not (p.sentence == _MISSING and any(d.startswith(p.key) for d in dropped))]
             if not bad:  # what is missing cannot be dropped
                 raise ConfigError(source, problems) from None
             good = {k: v for k, v in good.items() if k not in bad}
@@ -167,64 +188,87 @@ def _validate(
     return Loaded(config, {".".join(k): v for k, v in origins.items()}, source)
 
 
-def _config_key(location: tuple[int | str, ...]) -> Key:
-    """The dotted key of a pydantic location, which also names the branches of unions in it."""
-    key: list[str] = []
+Location = tuple[int | str, ...]
+"""Keys, and places in lists, from the root to a value."""
+
+
+def _location(found: Location) -> Location:
+    """A pydantic location without the branches of unions, which it also names."""
+    place: list[int | str] = []
+    for part in found:
+        if isinstance(part, str) and place and re.search(r"[\[(-]|^(int|float|str|bool)$", part):
+            break
+        place.append(part)
+    return tuple(place)
+
+
+def _shown(location: Location) -> str:
+    """``sources[2].kind``; lists are counted from 1."""
+    return "".join(f"[{part + 1}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+
+
+def _field_at(tree: type[BaseModel], location: Location) -> FieldInfo | None:
+    """The field at a location, that of the whole list for a place in a list of plain values."""
+    section: type[BaseModel] | None = tree
+    field: FieldInfo | None = None
     for part in location:
         if isinstance(part, int):
-            break
-        if re.search(r"[\[(-]|^(int|float|str|bool)$", part) and key:
-            break
-        key.append(part)
-    return tuple(key)
+            section = inner_section(field)
+        elif section is None or part not in section.model_fields:
+            return field
+        else:
+            field = section.model_fields[part]
+            section = inner_section(field)
+    return field
 
 
-def _section_at(tree: type[BaseModel], key: Key) -> type[BaseModel] | None:
-    for part in key:
-        field = tree.model_fields.get(part)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        tree = annotation
-    return tree
+def inner_section(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section that a field is, or that each entry of its list is."""
+    annotation: Any = field.annotation if field else None
+    if typing.get_origin(annotation) is tuple:
+        annotation = typing.get_args(annotation)[0]
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def all_keys(tree: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
     """Every key of the tree, depth first."""
-    for name in tree.model_fields:
-        inner = _section_at(tree, (name,))
+    for name, field in tree.model_fields.items():
+        inner = inner_section(field)
         if inner is None:
             yield (*prefix, name)
         else:
             yield from all_keys(inner, (*prefix, name))
 
 
-def _problem(tree: type[BaseModel], key: Key, error: ErrorDetails, values: Mapping[Key, Any]) -> Problem:
-    dotted, value, kind = ".".join(key), error["input"], error["type"]
+def _problem(tree: type[BaseModel], location: Location, error: ErrorDetails) -> Problem:
+    key, value, kind = _shown(location), error["input"], error["type"]
     if kind == "extra_forbidden":
-        known = {".".join(k): k for k in all_keys(tree)}
-        known.update({k[0]: k[:1] for k in list(known.values())})
-        near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
-        if not near:
-            near = [".".join(k) for k in known.values() if k[-1] == key[-1]][:1]
-        return Problem(
-            dotted, "unknown key" + (f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(tree.model_fields)}")
-        )
-    if kind == "missing":
-        return Problem(dotted, "must be given")
-    field = (_section_at(tree, key[:-1]) or tree).model_fields.get(key[-1]) if key else None
+        return Problem(key, f"unknown key{_near_key(tree, location)}")
+    if kind == "missing" and not isinstance(location[-1], int):
+        return Problem(key, _MISSING)
+    while location and isinstance(location[-1], int):  # an entry of a plain list: speak of the list
+        location = location[:-1]
+    field = _field_at(tree, location)
     wanted = describe_type(field.annotation, field.metadata) if field else "a value of another kind"
-    nearest = ""
-    if isinstance(value, str) and field is not None:
-        near = difflib.get_close_matches(value, [str(c) for c in _choices(field.annotation)], n=1)
-        nearest = f"; did you mean {near[0]}?" if near else ""
-    detail = "" if len(error["loc"]) == len(key) or not kind.startswith("value") else f" ({error['msg']})"
-    shown = values.get(key, value)
-    return Problem(dotted, f"is {_show(shown)}, must be {wanted}{nearest}{detail}")
+    near = difflib.get_close_matches(str(value), [str(c) for c in _choices(field.annotation)], n=1) if field else []
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return Problem(_shown(location), f"is {_show(value)}, must be {wanted}{hint}")
+
+
+def _near_key(tree: type[BaseModel], location: Location) -> str:
+    names = tuple(part for part in location if isinstance(part, str))
+    dotted = ".".join(names)
+    known = {".".join(k): k for k in all_keys(tree)}
+    known.update({k[0]: k[:1] for k in list(known.values())})
+    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
+    near = near or [".".join(k) for k in known.values() if k[-1] == names[-1]][:1]
+    return f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(tree.model_fields)}"
 
 
 def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
+    return (
+        repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=_ONE_LINE).split("\n")[0]
+    )
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -10,22 +10,25 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from loopscale.config.load import Loaded, Tree, describe_type
+from loopscale.config.load import Loaded, Tree, describe_type, inner_section
 
 
 def describe_keys(tree: type[BaseModel]) -> str:
-    """Every key with its type, its default and what it means."""
+    """Every key with its type, its default and what it means; single keys first, then the sections."""
     return "\n".join(_describe(tree, ""))
 
 
 def _describe(tree: type[BaseModel], prefix: str) -> Iterator[str]:
+    sections = {name: inner for name, field in tree.model_fields.items() if (inner := inner_section(field))}
     for name, field in tree.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from ["", f"{prefix}{name}:", *_describe(field.annotation, f"{prefix}{name}.")]
+        if name in sections:
             continue
         default = "must be given" if field.default is PydanticUndefined else f"default {_scalar(field.default)}"
         yield f"  {prefix}{name}   {describe_type(field.annotation, field.metadata)}; {default}"
         yield f"      {' '.join((field.description or '').split())}"
+    for name, inner in sections.items():
+        listed = "[]" if inner is not tree.model_fields[name].annotation else ""
+        yield from ["", f"{prefix}{name}{listed}:", *_describe(inner, f"{prefix}{name}{listed}.")]
 
 
 def schema(tree: type[BaseModel]) -> str:
@@ -56,4 +59,4 @@ def _scalar(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     if isinstance(plain, (BaseModel, list)) and any(isinstance(v, BaseModel) for v in plain):
         return "[...]"
-    return yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**9, allow_unicode=True).split("\n")[0]

@@ -160,7 +160,7 @@ class DepthConfig(Section):
     """Mean number of visits, as each law takes it; evaluation uses it rounded."""
     sigma: PositiveFloat = 0.5
     """Standard deviation of the log rate."""
-    cap: PositiveInt = 64
+    cap: Annotated[int, Field(ge=1, le=1024)] = 64
     """Largest R that may be drawn."""
     table: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """Probabilities of R = 1, 2, … for `prior: table`; they are divided by their sum."""
@@ -265,7 +265,7 @@ class TrainConfig(Section):
     """Tokens whose logits exist at once."""
     bad_steps: PositiveInt = 5
     """Non-finite steps in a row, each skipped, after which the run stops."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads per rank; unset: the machine's cores divided by the ranks on it."""
 
 
@@ -274,7 +274,7 @@ class ValidationConfig(Section):
     """Steps between validations; 0: only at the end."""
     sequences: PositiveInt = 64
     """Held-out sequences read each time."""
-    depths: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
+    depths: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False, min_length=1)] = None
     """Depths to report; unset: 1, 2, the mean, and twice the mean."""
 
 

@@ -104,6 +104,11 @@ def test_a_null_override_unsets(tmp_path):
         ("- 1\n", "must hold keys and values, not list"),
         ("base: missing.yaml\n", "missing.yaml does not exist, named as base by"),
         ("base: run.yaml\n", "name each other as base"),
+        ("? [a, b]\n: 3\n", "a key must be a word"),
+        ("1: 2\n", "the key 1 is not a word"),
+        ("train: &a {b: *a}\n", "is an alias its own part?"),
+        ("a: " + "[" * 3000, "is not valid YAML"),
+        ("a: " + "9" * 5000, "is not valid YAML"),
     ],
 )
 def test_files_that_are_no_config(tmp_path, text, sentence):
@@ -111,6 +116,42 @@ def test_files_that_are_no_config(tmp_path, text, sentence):
         load(Config, written(tmp_path, text))
     assert sentence in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+def test_files_that_cannot_be_read_as_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        load(Config, path)
+    with pytest.raises(UsageError, match="is a folder"):
+        load(Config, tmp_path)
+
+
+def test_merge_keys_and_an_empty_base_are_yaml_as_usual(tmp_path):
+    config = load(Config, written(tmp_path, "base: null\nmodel: {<<: {heads: 2}, ffn_size: 3}\n" + GOOD)).config
+    assert (config.model.heads, config.model.ffn_size) == (2, 3)
+
+
+def test_problems_inside_lists_name_the_entry(tmp_path):
+    text = "output: x\nsources: [{kind: filez, path: 3, wieght: 2}, {path: x}]\n"
+    with pytest.raises(ConfigError) as raised:
+        load(CorpusBuild, written(tmp_path, text))
+    found = {p.key: p.sentence for p in raised.value.problems}
+    assert found["sources[1].kind"].endswith("did you mean files?")
+    assert found["sources[1].path"] == "is 3, must be text or null"
+    assert found["sources[1].wieght"] == "unknown key; did you mean sources.weight?"
+    assert found["sources[2].kind"] == "must be given"
+    assert len(found) == 4
+
+
+def test_long_values_are_printed_whole(tmp_path, capsys):
+    path = written(tmp_path, GOOD)
+    depths, project = list(range(1, 61)), "p " * 100
+    assert main(["train", str(path), "--print-config", f"validation.depths={depths}", f"log.wandb_project={project}x"]) == 0
+    printed = written(tmp_path, capsys.readouterr().out, "printed.yaml")
+    config = load(Config, printed).config
+    assert config.validation.depths == tuple(depths)
+    assert config.log.wandb_project == f"{project}x"
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path):
@@ -145,7 +186,8 @@ def test_the_schema_and_the_help_know_every_key(tree, command, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     help_text = capsys.readouterr().out
-    assert all(".".join(key) in help_text for key in all_keys(tree))
+    plain = help_text.replace("[].", ".")
+    assert all(".".join(key) in plain for key in all_keys(tree))
     assert "must be given" in help_text or "default" in help_text
 
 
