@@ -172,7 +172,8 @@ def _validate(
         try:
             config = tree.model_validate(_nest(good))
         except ValidationError as error:
-            found = {_location(e["loc"]): e for e in error.errors(include_url=False)}
+            told = {_location(e["loc"]): e for e in error.errors(include_url=False)}
+            found = {place: e for place, e in told.items() if not any(p != place and p[: len(place)] == place for p in told)}
             keys = {tuple(itertools.takewhile(lambda part: isinstance(part, str), location)) for location in found}
             bad = {key for key in good for wrong in keys if key[: len(wrong)] == wrong or wrong[: len(key)] == key}
             dropped = {p.key for p in problems}
