@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     warnings.filterwarnings("ignore")  # of libraries; ours are events of the run
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no GPU
-    from loopscale.errors import LoopscaleError
+    from loopscale.errors import LoopscaleError, describe_fault
 
     try:
         return options.run(options)
@@ -54,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if options.traceback:
+            raise
+        print(f"error: {describe_fault(error)}", file=sys.stderr)
         return 1
 
 
@@ -84,38 +90,39 @@ def _parser() -> argparse.ArgumentParser:
     show = command("inspect", _corpus_inspect, "Show a corpus: statistics and packed samples.", corpus_commands)
     show.add_argument("corpus", help="folder or URL")
     show.add_argument("--split", default="train")
-    show.add_argument("--count", type=int, default=3, help="samples to show (3)")
-    show.add_argument("--sequence-length", type=int, default=128, help="tokens of a sample (128)")
+    show.add_argument("--count", type=_positive, default=3, help="samples to show (3)")
+    show.add_argument("--sequence-length", type=_positive, default=128, help="tokens of a sample (128)")
 
     train = command("train", _train, "Train a looped model. CONFIG is YAML over the defaults.", add_help=False)
     _config_arguments(train, "run")
     train.add_argument(
         "--resume", metavar="WHERE", help='"auto": this run\'s newest whole checkpoint; or a run folder or checkpoint'
     )
+    train.add_argument("--init", type=Path, metavar="WHERE", help="start a new run from the weights of a run or checkpoint")
     train.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and where each value comes from"
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print layout, batch arithmetic, parameters and memory; start nothing"
     )
-    train.add_argument("--nodes", type=int, default=1, help="with --dry-run: nodes (1)")
-    train.add_argument("--per-node", type=int, default=1, help="with --dry-run: processes per node (1)")
+    train.add_argument("--nodes", type=_positive, default=1, help="with --dry-run: nodes (1)")
+    train.add_argument("--per-node", type=_positive, default=1, help="with --dry-run: processes per node (1)")
     train.add_argument("--profile", action="store_true", help="record steps 4 to 6 into RUN/profile")
 
     evaluate = command("eval", _eval, "Held-out perplexity at every depth.")
     _checkpoint_arguments(evaluate)
     evaluate.add_argument("--depths", help='depths as "1-10" or "1,2,5"; default 1 to twice the mean')
     evaluate.add_argument("--text", type=Path, help="a text file instead of the held-out split")
-    evaluate.add_argument("--sequences", type=int, help="sequences to read; default all")
-    evaluate.add_argument("--batch", type=int, default=16, help="sequences at once (16)")
+    evaluate.add_argument("--sequences", type=_positive, help="sequences to read; default all")
+    evaluate.add_argument("--batch", type=_positive, default=16, help="sequences at once (16)")
 
     generate = command("generate", _generate, "Continue a prompt.")
     _checkpoint_arguments(generate)
     generate.add_argument("prompt")
-    generate.add_argument("--depth", type=int, help="visits; default the training mean")
+    generate.add_argument("--depth", type=_positive, help="visits; default the training mean")
     generate.add_argument("--max-new-tokens", type=int, default=64, help="(64)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    generate.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens (50)")
+    generate.add_argument("--top-k", type=_positive, default=50, help="sample among the k likeliest tokens (50)")
     generate.add_argument("--seed", type=int, default=1, help="(1)")
 
     report = command("report", _report, "Write RUN/report.html, one page that works anywhere.")
@@ -124,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "What is installed here, and what each absence costs.")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 class _HelpWithKeys(argparse.Action):
@@ -202,7 +216,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     from loopscale.train.run import train
 
-    outcome = train(loaded, stem=options.config.stem, resume=options.resume, profile=options.profile)  # type: ignore[arg-type]
+    outcome = train(loaded, stem=options.config.stem, resume=options.resume, init=options.init, profile=options.profile)  # type: ignore[arg-type]
     return 0 if outcome.finished else INTERRUPTED
 
 

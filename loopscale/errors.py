@@ -58,3 +58,10 @@ class ClusterError(LoopscaleError):
 
 class NumericsError(LoopscaleError):
     """Non-finite or impossible values."""
+
+
+def describe_fault(error: OSError) -> str:
+    """A fault of the file system or the network in one sentence: the path, the reason, and a full disk's free bytes."""
+    where = f"{error.filename}: " if error.filename else ""
+    reason = error.strerror or str(error)
+    return f"{where}{reason}"

@@ -85,7 +85,7 @@ def test_any_text_file_can_be_evaluated(mesh, trained):
     if not shared.exists():
         pytest.skip("WikiText-2 is not beside this checkout (../shared/data)")
     assert main(["eval", str(trained.path("model")), "--text", str(shared), "--sequences", "8", "--depths", "3"]) == 0
-    place = trained.path("model") / "evaluations" / "step-30-wikitext-2-raw.test.txt.json"
+    place = trained.path("model") / "evaluations" / "step-30-text-wikitext-2-raw.test.txt.gz.json"
     found = json.loads(place.read_text())
     assert found["source"] == shared.name
     assert 0 < found["bits_per_byte"][0] < 8 * 4

@@ -18,6 +18,8 @@ from loopscale.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+REQUIRED = ("state.json", "config.yaml", "tensors/.metadata")
+"""What every checkpoint holds."""
 _WRITING = ".writing"
 
 
@@ -68,20 +70,22 @@ def verify(checkpoint: Path) -> None:
         )
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        version, files = manifest["format"], manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        version, files = manifest["format"], {str(n): (int(f["size"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {MANIFEST} cannot be read ({error})") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {checkpoint.name} has format {version}; this version of loopscale reads {FORMAT_VERSION}"
         )
-    for name, expected in files.items():
+    if missing := [name for name in REQUIRED if name not in files]:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {MANIFEST} does not list {missing[0]}")
+    for name, (expected_size, digest) in files.items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {name} is missing")
-        damaged, size, digest = f"checkpoint {checkpoint.name} is damaged: {name} has", path.stat().st_size, expected["sha256"]
-        if size != expected["size"]:
-            raise CheckpointError(f"{damaged} {size} bytes, the manifest says {expected['size']}")
+        damaged, size = f"checkpoint {checkpoint.name} is damaged: {name} has", path.stat().st_size
+        if size != expected_size:
+            raise CheckpointError(f"{damaged} {size} bytes, the manifest says {expected_size}")
         if (found := _digest(path)) != digest:
             raise CheckpointError(f"{damaged} digest {found[:8]}…, the manifest says {digest[:8]}…")
 

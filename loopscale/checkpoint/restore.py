@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from loopscale.checkpoint import commit, store
 from loopscale.config import Config, load
@@ -46,18 +48,28 @@ def restore(path: Path) -> Restored:
 
     Raises :class:`UsageError` when there is none, :class:`CheckpointError` when it is damaged.
     """
-    checkpoint = _find(path)
+    checkpoint = find(path)
     config = load(Config, checkpoint / "config.yaml").config
     place = mesh.start(config.parallel)
     stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, device=place.device, initialise=False)
-    tensors = store.load_tensors(checkpoint, {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights})
-    with torch.no_grad():
-        for holder, parameter in stage.held():
-            parameter.copy_(holder.join({w.name: tensors[f"weight/{w.name}"] for w in holder.weights}))
+    load_weights(checkpoint, stage)
     return Restored(checkpoint, config, stage.requires_grad_(False))
 
 
-def _find(path: Path) -> Path:
+def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
+    """Sets the stage's weights from a checkpoint, strictly."""
+    set_weights(stage, store.load_tensors(checkpoint, {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights}))
+
+
+@torch.no_grad()
+def set_weights(stage: LoopedStage, loaded: Mapping[str, Tensor]) -> None:
+    """Sets the stage's weights from tensors named ``weight/global.name``."""
+    for holder, parameter in stage.held():
+        parameter.copy_(holder.join({w.name: loaded[f"weight/{w.name}"] for w in holder.weights}))
+
+
+def find(path: Path) -> Path:
+    """The checkpoint at ``path``, or the newest whole one of the run there; raises :class:`UsageError` when there is none."""
     if (path / commit.MANIFEST).is_file() and (path / "state.json").is_file():
         commit.verify(path)
         return path

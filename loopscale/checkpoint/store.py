@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from loopscale.checkpoint import commit
-from loopscale.errors import CheckpointError
+from loopscale.errors import CheckpointError, UsageError
+from loopscale.parallel.mesh import on_main
 
 Tensors = Mapping[str, Tensor]
 
@@ -41,14 +42,12 @@ def save(
 
     notify = interrupt or (lambda stage: None)
     place = commit.folder(checkpoints, step).with_name(f"step-{step}.writing")
-    _on_main(lambda: commit.begin(checkpoints, step), f"checkpoint of step {step} could not be begun")
-    notify("begun")
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    try:
-        dcp.save(dict(tensors), checkpoint_id=place / "tensors")
-    except dcp.api.CheckpointException as error:  # of BaseException; raised on every rank
-        raise CheckpointError(f"checkpoint of step {step} could not be written: {_first(error)}") from None
-    notify("tensors")
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def begin() -> None:
+        commit.begin(checkpoints, step)
+        if (free := shutil.disk_usage(place).free) < needed:
+            raise OSError(f"it needs {needed / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free")
 
     def finish() -> None:
         (place / "state.json").write_text(json.dumps(state, indent=1))
@@ -58,7 +57,17 @@ def save(
         commit.commit(place)
         notify("committed")
 
-    _on_main(finish, f"checkpoint of step {step} could not be committed")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    try:
+        on_main(begin)
+        notify("begun")
+        dcp.save(dict(tensors), checkpoint_id=place / "tensors")
+        notify("tensors")
+        on_main(finish)
+    except (UsageError, dcp.api.CheckpointException) as error:  # the latter of BaseException; both on every rank
+        cause = str(error) if isinstance(error, UsageError) else _first(error)
+        on_main(lambda: shutil.rmtree(place, ignore_errors=True))
+        raise CheckpointError(f"checkpoint of step {step} could not be saved: {cause}") from None
     return commit.folder(checkpoints, step)
 
 
@@ -109,20 +118,6 @@ def newest_whole(checkpoints: Path, on_damage: str) -> tuple[Path | None, list[s
         else:
             return checkpoint, passed_over
     return None, passed_over
-
-
-def _on_main(action: Callable[[], object], failure: str) -> None:
-    """Runs ``action`` on rank 0 and waits for it; its failure is raised on every rank."""
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = [f"{failure}: {error}"]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise CheckpointError(problem[0])
 
 
 def _first(error: BaseException) -> str:

@@ -31,13 +31,14 @@ class NormMeter:
 
     @torch.no_grad()
     def observe(self, microbatch: int, visit: int, before: Tensor | None, after: Tensor) -> None:
-        """States [S, B, d] before and after visit ``visit``."""
+        """States [S, B, d] before and after visit ``visit``; tokens whose norm is not finite are left out."""
         norms = torch.linalg.vector_norm(after.float(), dim=-1).flatten()
-        row = self._sums[visit - 1]
+        finite = norms.isfinite()
+        norms, row = norms[finite], self._sums[visit - 1]
         row[0] += len(norms)
         row[1] += norms.double().sum()
         if before is not None:
-            moved = torch.linalg.vector_norm((after - before).float(), dim=-1).flatten()
+            moved = torch.linalg.vector_norm((after - before).float(), dim=-1).flatten()[finite]
             row[2] += (moved / norms.clamp(min=1e-30)).double().sum()
         bins = ((norms.clamp(min=1e-30).log2() - _LOW) * (_BINS / (_HIGH - _LOW))).clamp(0, _BINS - 1).long()
         self._counts[visit - 1] += torch.bincount(bins, minlength=_BINS)

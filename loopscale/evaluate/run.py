@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -85,6 +86,8 @@ def evaluate(
         disable=not console.is_terminal,
         transient=True,
     )
+    if not any((s.targets >= 0).any() for s in samples):
+        raise DataError(f"{source} holds no token to score; it needs two at least")
     losses, tokens = loss_by_depth(restored.stage, shown, wanted)
     evaluation = Evaluation(
         checkpoint=restored.checkpoint.name,
@@ -101,7 +104,7 @@ def evaluate(
     if restored.run_folder is not None:
         place = restored.run_folder / "evaluations"
         place.mkdir(exist_ok=True)
-        name = f"{restored.checkpoint.name}-{'held-out' if text is None else text.stem}.json"
+        name = f"{restored.checkpoint.name}-{'held-out' if text is None else f'text-{text.name}'}.json"
         (place / name).write_text(json.dumps(evaluation.as_json(), indent=1))
         console.print(f"written {place / name}", highlight=False, soft_wrap=True)
     return evaluation
@@ -113,10 +116,11 @@ def parse_depths(text: str | None, mean: int) -> tuple[int, ...]:
         return tuple(range(1, 2 * mean + 1))
     depths: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(first) < 1 or (dash and int(last) < int(first)):
-            raise UsageError(f'--depths {text!r} is not a list of depths such as "1-10" or "1,2,5"')
-        depths.update(range(int(first), int(last if dash else first) + 1))
+        found = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise UsageError(f'--depths {text!r} is not a list of depths below 10,000 such as "1-10" or "1,2,5"')
+        depths.update(range(first, last + 1))
     return tuple(sorted(depths))
 
 

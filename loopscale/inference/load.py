@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +36,10 @@ class LoopedModel:
         """Logits of ``tokens`` (int64 [batch, sequence], each row one document) after ``depth`` visits.
 
         ``depth`` defaults to the training mean. Raises :class:`UsageError` for a sequence that is longer than the
-        model was trained on, or a depth below 1.
+        model was trained on, tokens that are not of its vocabulary, or a depth below 1.
         """
         depth = self.config.depth.evaluation_depth if depth is None else depth
-        longest = self._stage.max_positions
-        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= longest:
-            raise UsageError(f"tokens must be [batch, sequence] with 1 to {longest} tokens a row, not {list(tokens.shape)}")
-        if depth < 1:
-            raise UsageError(f"depth must be at least 1, not {depth}")
+        self._check(tokens, depth)
         inputs = self._inputs(tokens)
         feed, state, kept = self._stage.prelude(inputs), None, []
         for r in range(1, depth + 1):
@@ -66,11 +63,14 @@ class LoopedModel:
 
         Tokens are sampled among the ``top_k`` likeliest, or taken greedily when ``temperature`` is 0.
         """
-        tokens = self.tokenizer.encode(prompt).ids
-        if not tokens:
-            raise UsageError("the prompt is empty; give at least one character to continue")
-        if temperature < 0 or max_new_tokens < 0 or (top_k is not None and top_k < 1):
-            raise UsageError("temperature and max_new_tokens must not be negative, and top_k must be at least 1")
+        if not prompt or not _is_text(prompt):
+            raise UsageError("the prompt must be text, at least one character of it")
+        if not 0 <= temperature < math.inf or max_new_tokens < 0 or (top_k is not None and top_k < 1) or not 0 <= seed < 2**63:
+            raise UsageError(
+                "temperature must be a number of at least 0, max_new_tokens at least 0, top_k at least 1, seed from 0 to 2^63 - 1"
+            )
+        given = self.tokenizer.encode(prompt).ids
+        tokens = list(given)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(max_new_tokens):
             context = torch.tensor([tokens[-self._stage.max_positions :]])
@@ -79,7 +79,18 @@ class LoopedModel:
             if token == self.end_of_text:
                 break
             tokens.append(token)
-        return self.tokenizer.decode(tokens)
+        return prompt + self.tokenizer.decode(tokens[len(given) :])
+
+    def _check(self, tokens: Tensor, depth: int) -> None:
+        longest, vocabulary = self._stage.max_positions, self.config.model.vocabulary
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2:
+            raise UsageError("tokens must be an int64 tensor [batch, sequence]")
+        if not len(tokens) or not 1 <= tokens.shape[1] <= longest:
+            raise UsageError(f"tokens must be [batch, sequence] with 1 to {longest} tokens a row, not {list(tokens.shape)}")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise UsageError(f"tokens must be 0 to {vocabulary - 1}, and go from {int(tokens.min())} to {int(tokens.max())}")
+        if not isinstance(depth, int) or depth < 1:
+            raise UsageError(f"depth must be a whole number of at least 1, not {depth!r}")
 
     def _inputs(self, tokens: Tensor) -> Inputs:
         device = self._stage.head_weight.device
@@ -99,4 +110,14 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: to
     if temperature == 0:
         return int(logits.argmax())
     values, indices = logits.topk(min(top_k or len(logits), len(logits)))
-    return int(indices[torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)])
+    shifted = (values - values[0]).double() / temperature  # the likeliest at 0: nothing overflows
+    return int(indices[torch.multinomial(shifted.softmax(-1), 1, generator=generator)])
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether it can be written as UTF-8; arguments that are not arrive as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from loopscale.config.tree import ParallelConfig
-from loopscale.errors import ClusterError
+from loopscale.errors import ClusterError, LoopscaleError, UsageError, describe_fault
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,32 @@ def stop() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def is_lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone or silent: the backends raise plain RuntimeErrors."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(sign in text for sign in ("gloo/", "NCCL", "Connection closed", "Timed out"))
+
+
+def on_main(action: Callable[[], Result]) -> Result:
+    """Runs ``action`` on rank 0 and gives its result, or raises its error, on every rank. A collective.
+
+    A fault of the file system is raised as :class:`UsageError` with the path and the reason.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = action()
+        except LoopscaleError as error:
+            answer[1] = error
+        except OSError as error:
+            answer[1] = UsageError(describe_fault(error))
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

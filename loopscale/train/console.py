@@ -55,7 +55,7 @@ class ConsoleLine(Sink):
         elif event["kind"] == "start":  # the banner, laid out by whoever wrote it
             self._print(Text(event["message"]))
         else:
-            self._print(Text.assemble((f" {event['kind']:<7}", "dim"), event["message"]))
+            self._print(Text.assemble((f" {event['kind']:<6} ", "dim"), event["message"]))
 
     def advance(self, step: int) -> None:
         if self._bar is not None:

@@ -7,32 +7,47 @@ checkpoints/step-N/  evaluations/  report.html
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 import loopscale
 from loopscale.checkpoint import commit, store
 from loopscale.config import Config
-from loopscale.errors import UsageError
+from loopscale.errors import CheckpointError, UsageError
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mosaicml-streaming", "numpy", "tokenizers", "transformers")
 
 
-def choose(config: Config, stem: str, resume: str | None) -> tuple[Path, Path | None, list[str]]:
-    """(run folder, checkpoint to go on from, sentences about checkpoints passed over).
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and what it goes on from."""
 
-    ``resume`` is None (a new run), "auto" (this name's newest whole checkpoint, or a new run when there is none), or a
-    run folder or checkpoint. Raises :class:`UsageError` when a new run would overwrite one, or nothing is found.
+    folder: Path
+    checkpoint: Path | None = None
+    passed_over: tuple[str, ...] = ()
+    """A sentence for each damaged checkpoint."""
+
+
+def choose(config: Config, stem: str, resume: str | None) -> Place:
+    """The place of a run.
+
+    ``resume`` is None (a new run), "auto" (this name's newest whole checkpoint, or a new run when there is none yet), or
+    a run folder or checkpoint. Raises :class:`UsageError` when a new run would overwrite one, or nothing is found, and
+    :class:`CheckpointError` when there are checkpoints but none is whole.
     """
     runs = Path(config.run.folder)
     if resume not in (None, "auto"):
@@ -40,27 +55,60 @@ def choose(config: Config, stem: str, resume: str | None) -> tuple[Path, Path | 
     named = config.run.name
     if resume == "auto":
         folder = runs / named if named else next(iter(sorted(runs.glob(f"{stem}-[0-9]*"), reverse=True)), None)
-        if folder is not None and (folder / "checkpoints").is_dir():
-            checkpoint, passed_over = store.newest_whole(folder / "checkpoints", config.checkpoint.on_damage)
-            return folder, checkpoint, passed_over
-        if folder is not None and folder.is_dir():  # killed before its first checkpoint
-            return folder, None, []
+        if folder is not None and folder.is_dir():  # without a checkpoint it was killed before its first one
+            return _newest(folder, config)
     folder = runs / (named or f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
     if resume is None and (folder / "config.yaml").exists():
         raise UsageError(f"{folder} already holds a run; go on with --resume auto, or give another run.name")
-    return folder, None, []
+    return Place(folder)
 
 
-def _explicit(path: Path, config: Config) -> tuple[Path, Path | None, list[str]]:
-    if (path / commit.MANIFEST).is_file() and path.parent.name == "checkpoints":
+def _explicit(path: Path, config: Config) -> Place:
+    whole = (path / commit.MANIFEST).is_file() and path.parent.name == "checkpoints"
+    if not whole and not (path / "checkpoints").is_dir():
+        raise UsageError(
+            f"--resume {path} is neither a run folder nor a checkpoint of one (runs/NAME or runs/NAME/checkpoints/step-N)"
+        )
+    folder = path.parent.parent if whole else path
+    if config.run.name not in (None, folder.name):
+        raise UsageError(
+            f"--resume {path} belongs to the run {folder.name}, and run.name is {config.run.name}; leave run.name out to go "
+            f"on with that run, or use --init {path} to start a new one from its weights"
+        )
+    if whole:
         commit.verify(path)
-        return path.parent.parent, path, []
-    if (path / "checkpoints").is_dir():
-        checkpoint, passed_over = store.newest_whole(path / "checkpoints", config.checkpoint.on_damage)
-        if checkpoint is not None:
-            return path, checkpoint, passed_over
-        raise UsageError(f"--resume {path}: the run has no whole checkpoint" + "".join(f"; {s}" for s in passed_over))
-    raise UsageError(f"--resume {path} is neither a run folder nor a checkpoint (runs/NAME or runs/NAME/checkpoints/step-N)")
+        return Place(folder, path)
+    return _newest(folder, config)
+
+
+def _newest(folder: Path, config: Config) -> Place:
+    checkpoint, passed_over = store.newest_whole(folder / "checkpoints", config.checkpoint.on_damage)
+    if checkpoint is None and passed_over:
+        raise CheckpointError(
+            f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove them to start "
+            f"again from nothing, or give another run.name"
+        )
+    return Place(folder, checkpoint, tuple(passed_over))
+
+
+def claim(folder: Path) -> TextIO:
+    """Takes the run folder for this process, until the file is closed or the process ends, however it ends.
+
+    Raises :class:`UsageError` when another process is training there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UsageError(f"{folder} is being trained by {owner}; stop it first, or give another run.name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:
@@ -97,6 +145,24 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
     package = Path(loopscale.__file__).parent
     shutil.rmtree(folder / "code", ignore_errors=True)
     shutil.copytree(package, folder / "code" / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed", "batch.global_batch")
+"""What a resumed run keeps: what it is, and what it reads next."""
+QUIET = ("run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "parallel.")
+"""What may change without changing the run."""
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of two configuration trees as plain values."""
+    found = []
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append((f"{prefix}{key}", old, new))
+    return found
 
 
 def config_text(config: Config) -> str:

@@ -7,16 +7,17 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-import torch.distributed as dist
 
 from loopscale.checkpoint import commit, store
+from loopscale.checkpoint.restore import find, load_weights
 from loopscale.config import Batch, Config, Loaded, settle
 from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import StepBatch, batches, collate
@@ -25,7 +26,7 @@ from loopscale.corpus.packing import PackedCorpus
 from loopscale.depth import make_prior
 from loopscale.diagnostics.norms import NormMeter
 from loopscale.environment.compute import matmul_rate, set_threads
-from loopscale.errors import CheckpointError, ConfigError, LoopscaleError, NumericsError, Problem
+from loopscale.errors import CheckpointError, ClusterError, ConfigError, NumericsError, Problem, UsageError
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
@@ -36,29 +37,13 @@ from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
-from loopscale.train.banner import banner, done_line, facts
+from loopscale.train import snapshot
+from loopscale.train.banner import banner, done_line, facts, quantity
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
+from loopscale.train.snapshot import Progress
 from loopscale.train.step import StepResult, TrainStep
 from loopscale.train.telemetry import Telemetry, new_run_id
-
-
-@dataclass
-class Progress:
-    """What a run counts; saved in every checkpoint."""
-
-    step: int = 0
-    """Optimizer steps done, skipped ones included."""
-    consumed: int = 0
-    """Global samples read."""
-    tokens: int = 0
-    """Scored tokens trained on."""
-    skipped: int = 0
-    bad_in_a_row: int = 0
-    elapsed: float = 0.0
-    """Seconds, those before a resume included."""
-    run_id: str = ""
-    """Names the run to its tracker."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +58,38 @@ class Outcome:
     """Held-out loss by depth, nats per token, if the run finished."""
 
 
-def train(loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, profile: bool = False) -> Outcome:
-    """Trains as configured; with ``resume`` goes on from a checkpoint (see :func:`loopscale.train.folder.choose`).
+def train(
+    loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, init: Path | None = None, profile: bool = False
+) -> Outcome:
+    """Trains as configured. With ``resume`` goes on from a checkpoint (see :func:`loopscale.train.folder.choose`); with
+    ``init`` a new run starts from the weights of a run's newest checkpoint, or of one checkpoint.
 
     Every rank of a job calls it. Raises :class:`LoopscaleError` of the kind that fits what went wrong.
     """
+    if init is not None and resume not in (None, "auto"):
+        raise UsageError("--init starts a new run and --resume PATH goes on with one; give one of them")
     mesh = meshes.start(loaded.config.parallel)
     set_threads(loaded.config.train.threads, mesh.local_size)
-    with StopRequest() as stop:
-        run = Run(loaded, mesh, stem, resume)
-        try:
+    run = Run(loaded, mesh, stem, resume, init)
+    try:
+        with StopRequest() as stop:
             return run.go(stop, profile)
-        finally:
-            run.telemetry.close()
+    except RuntimeError as error:
+        if mesh.world > 1 and meshes.is_lost_contact(error):
+            raise ClusterError(
+                f"lost contact with another rank after step {run.progress.step}, so this one stops (parallel.timeout is "
+                f"{loaded.config.parallel.timeout} s); start again with --resume auto. The backend's words: {str(error)[:160]}"
+            ) from None
+        raise
+    finally:
+        run.close()
 
 
 class Run:
     """A run between its start and its end; one per rank."""
 
-    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None):
-        self.mesh = mesh
-        self.telemetry = Telemetry()
+    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None, init: Path | None):
+        self.mesh, self.telemetry, self._lock = mesh, Telemetry(), contextlib.ExitStack()
         corpus = loaded.config.corpus
         self.corpus = PackedCorpus(corpus.path, "train", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
         self.held_out = PackedCorpus(corpus.path, "validation", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
@@ -101,29 +97,38 @@ class Run:
         self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
         self.prior = make_prior(config.depth)
         self.counts = count(config.model, config.corpus.sequence_length)
-        self.folder, checkpoint, notes = self._agreed(lambda: folders.choose(config, stem, resume))
+        self._check_memory()
+        place = meshes.on_main(lambda: self._claimed(stem, resume))
+        self.folder = place.folder
 
         self.stage = LoopedStage(
             config.model, config.corpus.sequence_length, seed=config.run.seed, objective=config.objective,
             compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk, device=mesh.device,
         )  # fmt: skip
         trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
-        for parameter in self.stage.parameters():
-            parameter.requires_grad_(False)
+        self.stage.requires_grad_(False)
         for _, parameter in trained:
             parameter.requires_grad_(True)
         kinds = {h.parameter: h.weights[0].kind for h, _ in trained}
         self.optimizer = ZeroOptimizer({h.parameter: p for h, p in trained}, kinds, config.optimizer, config.parallel.zero)
         self.step = TrainStep(config, self.batch, self.stage, self.optimizer, mesh)
-        self.progress = Progress(run_id=new_run_id())
-        if checkpoint is not None:
-            self._load(checkpoint)
+        self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
+        if place.checkpoint is not None:
+            notes += snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
+            self.progress = snapshot.restore(place.checkpoint, self.stage, self.optimizer)
+        elif init is not None:
+            load_weights(find(init), self.stage)
+            self.optimizer.load({h.parameter: p.data for h, p in trained}, {}, 0)
         self.started = time.monotonic() - self.progress.elapsed
         self.matmul_rate = matmul_rate(
             matmul_shapes(config.model), self.batch.microbatch * config.corpus.sequence_length, mesh.device
         )
-        if mesh.is_main:
-            self._introduce(loaded, checkpoint, notes)
+        meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
+
+    def close(self) -> None:
+        """Closes what tells of the run, and lets its folder go."""
+        self.telemetry.close()
+        self._lock.close()
 
     # ---- the run
 
@@ -188,7 +193,7 @@ class Run:
         if progress.bad_in_a_row >= self.config.train.bad_steps:
             raise NumericsError(
                 f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient. "
-                f"The weights are those before them: lower optimizer.lr ({self.config.optimizer.lr:g}) and resume"
+                f"Go on from the last checkpoint with a lower optimizer.lr than {self.config.optimizer.lr:g}: --resume auto"
             )
 
     def _validate(self) -> dict[int, float]:
@@ -241,7 +246,8 @@ class Run:
         config, before = self.config.checkpoint, time.monotonic()
         path = self.folder / "checkpoints"
         try:
-            saved = store.save(path, self.progress.step, self._tensors(), self._state(), self._companions())
+            tensors = snapshot.tensors(self.stage, self.optimizer)
+            saved = store.save(path, self.progress.step, tensors, self._state(), self._companions())
         except CheckpointError as error:
             if must:
                 raise
@@ -253,16 +259,6 @@ class Run:
             commit.prune(path, config.keep, config.keep_every)
             took = f"{commit.size(saved) / 1e6:.0f} MB, {time.monotonic() - before:.1f} s"
             self.telemetry.event("saved", self.progress.step, f"checkpoints/{saved.name} ({took})")
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        moments, tensors = self.optimizer.moments(), {}
-        for holder, parameter in self.stage.held():
-            kinds = {
-                "weight": parameter.detach(),
-                **{m: own[holder.parameter] for m, own in moments.items() if holder.parameter in own},
-            }
-            tensors.update({f"{kind}/{n}": t for kind, held in kinds.items() for n, t in holder.split(held).items()})
-        return tensors
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -280,36 +276,6 @@ class Run:
             "tokenizer.json": self.corpus.corpus.file("tokenizer.json").read_bytes(),
         }
 
-    def _load(self, checkpoint: Path) -> None:
-        state = store.load_state(checkpoint)
-        self._check_continuable(checkpoint, state)
-        holders = {h.parameter: h for h, _ in self.stage.held()}
-        kinds = {"weight": list(holders), **self.optimizer.moment_names()}
-        wanted = {f"{k}/{w.name}": w.shape for k, names in kinds.items() for n in names for w in holders[n].weights}
-        tensors = store.load_tensors(checkpoint, wanted)
-        joined = {
-            k: {n: holders[n].join({w.name: tensors[f"{k}/{w.name}"] for w in holders[n].weights}) for n in names}
-            for k, names in kinds.items()
-        }
-        with torch.no_grad():
-            for holder, parameter in self.stage.held():
-                parameter.copy_(joined["weight"][holder.parameter])
-        self.optimizer.load(joined["weight"], joined, state["applied_steps"])
-        self.progress = Progress(**{f.name: state[f.name] for f in fields(Progress)})
-
-    def _check_continuable(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        accept = self.config.corpus.accept_change
-        if state["corpus"] != self.corpus.fingerprint and not accept:
-            raise CheckpointError(
-                f"{checkpoint} was trained on corpus {state['corpus'][:12]}…, corpus.path {self.config.corpus.path} is "
-                f"{self.corpus.fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
-            )
-        for key, now in (("seed", self.config.run.seed), ("global_batch", self.batch.global_batch)):
-            if state[key] != now:
-                raise CheckpointError(
-                    f"{checkpoint} was trained with {key} {state[key]}, the configuration says {now}; a resumed run keeps it"
-                )
-
     # ---- the start
 
     def _settled(self, config: Config) -> Config:
@@ -323,9 +289,25 @@ class Run:
         model = config.model.model_copy(update={"vocab_size": asked or size})
         return config.model_copy(update={"model": model})
 
-    def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, notes: list[str]) -> None:
+    def _check_memory(self) -> None:
+        """Refuses a model whose parameters, gradients and optimizer state alone are more than a CPU rank's memory."""
+        state = 5 if self.config.parallel.zero == 0 else 2 + 3 / self.mesh.data_size  # fp32 copies of the parameters
+        needed, free = 4 * self.counts.total * state * self.mesh.local_size, psutil.virtual_memory().available
+        if self.mesh.device.type == "cpu" and needed > free:
+            raise UsageError(
+                f"{quantity(self.counts.total)} parameters need {needed / 2**30:,.1f} GiB with gradients and optimizer state on "
+                f"{self.mesh.local_size} rank(s), and {free / 2**30:,.1f} GiB are free; choose a smaller model, or more machines"
+            )
+
+    def _claimed(self, stem: str, resume: str | None) -> folders.Place:
+        """The place of the run, taken for this process; chosen again once taken, for another may have just left it."""
+        place = folders.choose(self.config, stem, resume)
+        self._lock.enter_context(folders.claim(place.folder))
+        return folders.choose(self.config, stem, resume) if resume is not None else place
+
+    def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""
-        resumed = self.progress.step if checkpoint is not None else 0
+        resumed = self.progress.step
         aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
         folders.describe(self.folder, self.config, loaded.origins, facts(self))
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
@@ -334,25 +316,12 @@ class Run:
         for note in notes:
             self.telemetry.event("warning", resumed, note)
         if aside:
-            self.telemetry.event(
-                "warning", resumed, f"set aside, for this run goes on from before: {', '.join(p.name for p in aside)}"
-            )
+            names = ", ".join(p.name for p in aside)
+            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {names}")
         if checkpoint is not None:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
-
-    def _agreed(self, choose: Callable[[], tuple[Path, Path | None, list[str]]]) -> tuple[Path, Path | None, list[str]]:
-        """Rank 0's choice on every rank, or its error."""
-        answer: list[Any] = [None]
-        if self.mesh.is_main:
-            try:
-                answer = [choose()]
-            except LoopscaleError as error:
-                answer = [error]
-        if self.mesh.world > 1:
-            dist.broadcast_object_list(answer)
-        if isinstance(answer[0], LoopscaleError):
-            raise answer[0]
-        return answer[0]
+        elif init is not None:
+            self.telemetry.event("init", resumed, f"weights from {init}")
 
 
 class _Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
@@ -100,6 +101,26 @@ def test_retention_keeps_the_newest_and_the_multiples(mesh, tmp_path):
     assert [p.name for p in commit.committed(tmp_path)] == ["step-6", "step-5", "step-3"]
 
 
+@pytest.mark.parametrize(
+    "manifest", ["[]", '{"format": 1, "files": []}', '{"format": 1, "files": {}}', "\x00", '{"format": 99, "files": {}}']
+)
+def test_a_manifest_that_makes_no_sense_is_damage(mesh, tmp_path, manifest):
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "manifest.json").write_text(manifest)
+    assert store.newest_whole(tmp_path, "fall_back")[0] is None
+    with pytest.raises(CheckpointError, match="checkpoint step-1"):
+        commit.verify(checkpoint)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(mesh, tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"could not be saved: it needs 0 MB and its disk has 0 MB free"):
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_a_disk_that_refuses_leaves_the_one_before(mesh, tmp_path, monkeypatch):
     save(tmp_path, 1)
 
@@ -107,6 +128,6 @@ def test_a_disk_that_refuses_leaves_the_one_before(mesh, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commit, "commit", full)
-    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 could not be committed: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 could not be saved: .*No space left"):
         save(tmp_path, 2)
     assert store.newest_whole(tmp_path, "stop") == (tmp_path / "step-1", [])

@@ -25,5 +25,16 @@ def test_mean_percentile_and_change_are_those_of_all_tokens():
     assert len(result.mean) == 2
 
 
+def test_tokens_that_are_not_finite_are_left_out():
+    h = torch.ones(3, 2, 4)
+    h[0, 0, 1], h[2, 1, 0] = float("nan"), float("inf")
+    meter = NormMeter(2, torch.device("cpu"))
+    meter.observe(0, 1, None, h)
+    meter.observe(0, 2, h, torch.full_like(h, float("nan")))
+    result = meter.result(lambda x: x)
+    assert result.mean == pytest.approx([2.0])
+    assert result.p99 == pytest.approx([2.0], rel=0.03)
+
+
 def test_a_meter_that_saw_nothing_says_nothing():
     assert NormMeter(3, torch.device("cpu")).result(lambda x: x).mean == []

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -127,10 +128,7 @@ def _records(runs: Runs) -> list[dict]:
 
 def test_a_notice_saves_and_the_run_goes_on(one_process, runs):
     process = runs.start("noticed", "train.steps=20")
-    deadline = time.monotonic() + 120
-    while not (runs.path("noticed") / "metrics.jsonl").exists() or len(runs.records("noticed")) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.005)
+    wait_for_steps(runs, "noticed", process, 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     if process.returncode == 0:
@@ -148,7 +146,81 @@ def test_a_new_run_does_not_overwrite_one(one_process):
 
 def test_another_seed_is_not_resumed(one_process):
     output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=1)
-    assert "was trained with seed 1, the configuration says 2" in output
+    assert "was trained with run.seed 1, the configuration says 2" in output
+
+
+def test_a_resumed_run_keeps_what_it_is_and_tells_what_else_changed(runs):
+    runs.train("kept", "train.steps=2", "checkpoint.every=2")
+    for override, told in (
+        ("corpus.sequence_length=16", "corpus.sequence_length 32, the configuration says 16"),
+        ("model.inject=add", "model.inject ortho, the configuration says add"),
+        ("batch.global_batch=16", "batch.global_batch 8, the configuration says 16"),
+    ):
+        assert told in runs.train("kept", "train.steps=3", override, options=["--resume", "auto"], exit_code=1)
+    output = runs.train("kept", "train.steps=3", "optimizer.lr=0.001", "log.every=3", options=["--resume", "auto"])
+    assert "optimizer.lr was 0.003, is now 0.001" in output
+    assert "log.every was" not in output
+
+
+def test_resuming_by_path_under_another_name_is_refused_and_a_new_run_may_start_from_its_weights(runs):
+    runs.train("first", "train.steps=2", "checkpoint.every=2")
+    source = str(runs.path("first") / "checkpoints" / "step-2")
+    output = runs.train("second", "train.steps=3", options=["--resume", source], exit_code=2)
+    assert "belongs to the run first, and run.name is second" in output
+    assert not runs.path("second").exists()
+    runs.train("second", "train.steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", options=["--init", source])
+    first, second = runs.weights("first", 2), runs.weights("second", 1)
+    assert all(relative(second[n], first[n]) < 1e-6 for n in first if n.startswith("weight/"))
+    assert (runs.path("first") / "checkpoints" / "step-2").exists()
+
+
+def test_stage_two_of_the_gate_trains_the_gate_alone(runs):
+    model = ["model.exit_gate=raw", "depth.prior=fixed"]
+    runs.train("one", *model, "objective.kind=exit_gate", "train.steps=3", "checkpoint.every=3")
+    runs.train("two", *model, "objective.kind=exit_gate_stage2", "train.steps=4", options=["--init", str(runs.path("one"))])
+    before, after = runs.weights("one", 3), runs.weights("two", 4)
+    moved = {n for n in before if n.startswith("weight/") and not (before[n] == after[n]).all()}
+    assert moved == {"weight/gate.weight", "weight/gate.bias"}
+    assert {n for n in after if n.startswith("exp_avg/")} == {"exp_avg/gate.weight", "exp_avg/gate.bias"}
+    assert [set(r["terms"]) if "terms" in r else {"gate"} for r in runs.records("two")] == [{"gate"}] * 4
+
+
+def test_two_runs_in_one_folder_are_refused(runs):
+    first = runs.start("twice", "train.steps=400")
+    wait_for_steps(runs, "twice", first, 1)
+    output = runs.train("twice", options=["--resume", "auto"], exit_code=2)
+    assert f"is being trained by process {first.pid} on" in output
+    first.kill()
+    first.wait()
+    runs.train("twice", "train.steps=2", options=["--resume", "auto"])
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(runs):
+    """Two processes under torchrun's variables; the second is killed in the middle."""
+    port = socket.socket()
+    port.bind(("127.0.0.1", 0))
+    number = str(port.getsockname()[1])
+    port.close()
+    ranks = []
+    for rank in "01":
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks.append(
+            runs.start("cut", "train.steps=4000", environment={**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number})
+        )
+    wait_for_steps(runs, "cut", ranks[0], 2)
+    ranks[1].kill()
+    output, _ = ranks[0].communicate(timeout=60)
+    ranks[1].wait()
+    assert ranks[0].returncode == 1
+    assert "lost contact with another rank after step" in output
+    assert "Traceback" not in output
+
+
+def wait_for_steps(runs: Runs, name: str, process: subprocess.Popen, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (runs.path(name) / "metrics.jsonl").exists() or len(runs.records(name)) < steps:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
 
 
 def test_another_corpus_is_not_resumed_unless_told(runs, tmp_path):

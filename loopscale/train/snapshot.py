@@ -1,0 +1,85 @@
+"""What a run saves of itself and how it goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+from torch import Tensor
+
+from loopscale.checkpoint import store
+from loopscale.checkpoint.restore import set_weights
+from loopscale.config import Config
+from loopscale.errors import CheckpointError
+from loopscale.model.stage import LoopedStage
+from loopscale.parallel.zero import ZeroOptimizer
+from loopscale.train import folder as folders
+
+
+@dataclass
+class Progress:
+    """What a run counts; saved in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    consumed: int = 0
+    """Global samples read."""
+    tokens: int = 0
+    """Scored tokens trained on."""
+    skipped: int = 0
+    bad_in_a_row: int = 0
+    elapsed: float = 0.0
+    """Seconds, those before a resume included."""
+    run_id: str = ""
+    """Names the run to its tracker."""
+
+
+def tensors(stage: LoopedStage, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    """Weights and moments as ``kind/global.name``, whole. A collective."""
+    moments, named = optimizer.moments(), dict[str, Tensor]()
+    for holder, parameter in stage.held():
+        held = {
+            "weight": parameter.detach(),
+            **{m: own[holder.parameter] for m, own in moments.items() if holder.parameter in own},
+        }
+        named.update({f"{kind}/{name}": part for kind, whole in held.items() for name, part in holder.split(whole).items()})
+    return named
+
+
+def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer) -> Progress:
+    """Sets weights, moments and counters from a checkpoint, strictly; returns the counters."""
+    state = store.load_state(checkpoint)
+    holders = {h.parameter: h for h, _ in stage.held()}
+    kinds = {"weight": list(holders), **optimizer.moment_names()}
+    wanted = {f"{k}/{w.name}": w.shape for k, names in kinds.items() for n in names for w in holders[n].weights}
+    loaded = store.load_tensors(checkpoint, wanted)
+    joined = {
+        kind: {n: holders[n].join({w.name: loaded[f"{kind}/{w.name}"] for w in holders[n].weights}) for n in names}
+        for kind, names in kinds.items()
+    }
+    set_weights(stage, loaded)
+    optimizer.load(joined["weight"], joined, state["applied_steps"])
+    return Progress(**{f.name: state[f.name] for f in fields(Progress)})
+
+
+def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: int) -> list[str]:
+    """What differs from the run that wrote ``checkpoint``, one sentence each.
+
+    Raises :class:`CheckpointError` when something differs that a run must keep to be the same run.
+    """
+    state = store.load_state(checkpoint)
+    if state["corpus"] != fingerprint and not config.corpus.accept_change:
+        raise CheckpointError(
+            f"{checkpoint} was trained on corpus {state['corpus'][:12]}…, corpus.path {config.corpus.path} is "
+            f"{fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
+        )
+    before = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    found = folders.differences(before, config.model_dump(mode="json"))
+    if state["global_batch"] != global_batch:
+        found.append(("batch.global_batch", state["global_batch"], global_batch))
+    kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(folders.FIXED)]
+    if kept:
+        raise CheckpointError(f"{checkpoint} was trained with {'; '.join(kept[:4])}; a resumed run keeps it")
+    loud = [(key, old, new) for key, old, new in found if not key.startswith(folders.QUIET)]
+    return [f"{key} was {old}, is now {new}" for key, old, new in loud]
