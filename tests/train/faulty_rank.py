@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -15,11 +16,11 @@ FAULTY_STEPS = {int(s) for s in os.environ["FAULTY_STEPS"].split(",")}
 exit_of_stage = LoopedStage.exit
 
 
-def faulty_exit(stage, inputs, state):
-    total, losses = exit_of_stage(stage, inputs, state)
-    if os.environ["RANK"] == str(FAULTY_RANK) and inputs.purpose == "state" and inputs.step in FAULTY_STEPS:
-        total = total * torch.nan
-    return total, losses
+def faulty_exit(stage, inputs, exit, states):
+    loss = exit_of_stage(stage, inputs, exit, states)
+    if os.environ["RANK"] == str(FAULTY_RANK) and inputs.training and inputs.step in FAULTY_STEPS:
+        return replace(loss, tokens={name: term * torch.nan for name, term in loss.tokens.items()})
+    return loss
 
 
 LoopedStage.exit = faulty_exit
