@@ -20,7 +20,7 @@ def set_threads(threads: int | None, local_size: int) -> int:
     return count
 
 
-def matmul_rate(shapes: Sequence[tuple[int, int]], tokens: int, device: torch.device, seconds: float = 0.6) -> float | None:
+def matmul_rate(shapes: Sequence[tuple[int, int]], tokens: int, device: torch.device, seconds: float = 0.4) -> float | None:
     """Operations per second that this machine reaches on products of ``tokens`` rows with each (inputs, outputs).
 
     On a CPU it is measured, forward and both backward products of every shape, weighted as a training step weights

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 import loopscale
+from loopscale.config import Batch, Config
+from loopscale.corpus.folder import Corpus
+from loopscale.depth import Prior
+from loopscale.model.flops import Counts
+from loopscale.parallel.mesh import Mesh
 
-if TYPE_CHECKING:
-    from loopscale.model.flops import Counts
-    from loopscale.train.run import Run
+
+@dataclass(frozen=True)
+class Setting:
+    """A run as it is set up."""
+
+    folder: Path
+    config: Config
+    batch: Batch
+    corpus: Corpus
+    counts: Counts
+    prior: Prior
+    mesh: Mesh
+    compute: torch.dtype
 
 
-def banner(run: Run) -> list[str]:
+def banner(run: Setting) -> list[str]:
     """What is about to be trained, on what and how."""
     config, counts, batch, mesh = run.config, run.counts, run.batch, run.mesh
     model, depth, length = config.model, config.depth, config.corpus.sequence_length
     shape = f"{model.prelude_layers}/{model.core_layers}/{model.coda_layers}"
     mean = depth.evaluation_depth
-    corpus = run.corpus.corpus
+    corpus = run.corpus
     train, held_out = (corpus.split(name).tokens for name in ("train", "validation"))
     step_tokens = batch.global_batch * length
     total = step_tokens * config.train.steps
@@ -26,7 +45,7 @@ def banner(run: Run) -> list[str]:
     gradient = "through every visit" if depth.backprop is None else f"through the last {depth.backprop}"
     tracking = "wandb off" if config.log.wandb == "disabled" else f"wandb {config.log.wandb}"
     every = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"
-    compute = str(run.stage.compute).removeprefix("torch.")
+    compute = str(run.compute).removeprefix("torch.")
     return [
         f"loopscale {loopscale.__version__} · {run.folder.name} · looped {shape} · {sizes(counts, mean)}",
         f"data     {config.corpus.path} · {quantity(train)} tokens train, {quantity(held_out)} held out · "
@@ -39,25 +58,24 @@ def banner(run: Run) -> list[str]:
     ]
 
 
-def done_line(run: Run, validation: dict[int, float]) -> str:
-    """How good the model is, with depth."""
+def done_line(run: Setting, steps: int, elapsed: float, validation: dict[int, float], sequences: int) -> str:
+    """How good the model is, with depth and the number of held-out sequences."""
     mean = run.config.depth.evaluation_depth
     depth = min(validation, key=lambda d: (abs(d - mean), d))
-    sequences = min(run.config.validation.sequences, len(run.held_out))
-    minutes, seconds = divmod(round(run.progress.elapsed), 60)
+    minutes, seconds = divmod(round(elapsed), 60)
     return (
-        f"{run.progress.step} steps in {minutes}:{seconds:02d} · held-out ppl {math.exp(validation[depth]):.1f} at depth {depth} "
+        f"{steps} steps in {minutes}:{seconds:02d} · held-out ppl {math.exp(validation[depth]):.1f} at depth {depth} "
         f"({sequences} sequences) · next: loopscale eval {run.folder}"
     )
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: Setting, matmul_rate: float | None) -> dict[str, Any]:
     """What the manifest says beyond versions and code."""
-    corpus = run.corpus.corpus
+    corpus = run.corpus
     return {
         "layout": {
             "processes": run.mesh.world, "data_parallel": run.mesh.data_size, "tensor_parallel": 1, "pipeline_stages": 1,
-            "zero": run.config.parallel.zero, "device": run.mesh.device.type, "compute": str(run.stage.compute),
+            "zero": run.config.parallel.zero, "device": run.mesh.device.type, "compute": str(run.compute),
             "microbatch": run.batch.microbatch,
         },
         "corpus": {
@@ -69,7 +87,7 @@ def facts(run: Run) -> dict[str, Any]:
             "effective": run.counts.effective(run.config.depth.evaluation_depth),
         },
         "prior": {"name": run.prior.name, "mean": run.prior.mean, "pmf": list(run.prior.probabilities)},
-        "matmul_flops_per_s": run.matmul_rate,
+        "matmul_flops_per_s": matmul_rate,
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from loopscale.parallel.ring.plan import Work
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
-from loopscale.train.banner import banner, done_line, facts, quantity
+from loopscale.train.banner import Setting, banner, done_line, facts, quantity
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
@@ -95,7 +95,6 @@ class Run:
         self.held_out = PackedCorpus(corpus.path, "validation", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
         self.config = config = self._settled(loaded.config)
         self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
-        self.prior = make_prior(config.depth)
         self.counts = count(config.model, config.corpus.sequence_length)
         self._check_memory()
         place = meshes.on_main(lambda: self._claimed(stem, resume))
@@ -120,8 +119,10 @@ class Run:
             load_weights(find(init), self.stage)
             self.optimizer.load({h.parameter: p.data for h, p in trained}, {}, 0)
         self.started = time.monotonic() - self.progress.elapsed
-        self.matmul_rate = matmul_rate(
-            matmul_shapes(config.model), self.batch.microbatch * config.corpus.sequence_length, mesh.device
+        self.matmul_rate: float | None = None
+        self._measure_matmul_rate()
+        self.setting = Setting(
+            self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.stage.compute
         )
         meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
 
@@ -149,6 +150,7 @@ class Run:
                 profiled()
                 if validated:
                     validation = self._validate()
+                    self._measure_matmul_rate()
                 if meter is not None:
                     self._log(result, meter, window, validation if validated else {})
                     window = _Window()
@@ -161,7 +163,10 @@ class Run:
                     self.telemetry.event("stopped", progress.step, reason)
                     return Outcome(self.folder, progress.step, False, {})
         validation = validation or self._validate()
-        self.telemetry.event("done", progress.step, done_line(self, validation))
+        sequences = min(config.validation.sequences, len(self.held_out))
+        self.telemetry.event(
+            "done", progress.step, done_line(self.setting, progress.step, progress.elapsed, validation, sequences)
+        )
         return Outcome(self.folder, progress.step, True, validation)
 
     def _data(self) -> Generator[StepBatch, None, None]:
@@ -236,6 +241,12 @@ class Run:
             }
         )
 
+    def _measure_matmul_rate(self) -> None:
+        """Keeps the best rate seen: another process may have had the machine while one of them was measured."""
+        tokens = self.batch.microbatch * self.config.corpus.sequence_length
+        found = matmul_rate(matmul_shapes(self.config.model), tokens, self.mesh.device)
+        self.matmul_rate = found if found is None else max(found, self.matmul_rate or 0.0)
+
     def _flops(self, work: Work) -> float:
         return training_flops(self.counts, work, self.config.objective.kind in GATED)
 
@@ -309,9 +320,9 @@ class Run:
         """Writes what the run is, opens the sinks and prints the head of the log."""
         resumed = self.progress.step
         aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
-        folders.describe(self.folder, self.config, loaded.origins, facts(self))
+        folders.describe(self.folder, self.config, loaded.origins, facts(self.setting, self.matmul_rate))
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
-        for line in banner(self):
+        for line in banner(self.setting):
             self.telemetry.event("start", resumed, line)
         for note in notes:
             self.telemetry.event("warning", resumed, note)
