@@ -1,6 +1,6 @@
 """The looped model in plain PyTorch: the yardstick that tests hold the product's model against.
 
-Written from design §2 and methods §1-§5, and from nothing else: it imports torch only, so a mistake in the product cannot
+Written from the papers' formulas, and from nothing else: it imports torch only, so a mistake in the product cannot
 hide in both. Everything is naive on purpose: a whole S x S mask, one loop over layers, one over visits, one over rows, no
 cache, one autograd graph. Parameters are a dict from global names to tensors and may be of any floating type; tests use
 float64.
@@ -45,7 +45,7 @@ IGNORED = -100
 """Target of a position that no loss counts."""
 
 ORTHO_EPS = 1e-6
-"""Added to ||q||^2 in the ortho injection (methods §2.6)."""
+"""Added to ||q||^2 in the ortho injection."""
 
 SCALE_FLOOR = 1e-6
 """Smallest root mean square that the alpha readout divides by."""
@@ -104,7 +104,7 @@ def forward(
     output e. Visits r <= depth - gradient_visits run without gradient, exits included. So the prelude learns through the
     injections of the last visits only, and through the initial state when that is e and every visit carries gradient.
 
-    What stands ``between`` two visits is the end of the earlier one (design §2): where that carries no gradient, neither
+    What stands ``between`` two visits is the end of the earlier one: where that carries no gradient, neither
     does it, so b visits learn b - 1 of these passages. The states given back are those before it.
 
     Row i keeps its initial state, untouched by ``between``, at visits r < ``first_visit[i]`` (1-based; None: all begin at
@@ -212,7 +212,7 @@ def exit_probabilities(gates: Tensor) -> Tensor:
 def gate_gain(ce: Tensor, gates: Tensor) -> Tensor:
     """Ouro's stage II per token, from ``ce`` and ``gates``, both [T, n]; [n].
 
-    Methods §5: gain I_t = max(0, CE_{t-1} - CE_t), detached; w = sigmoid(50 (I_t - 0.005)) is the target for "continue",
+    Ouro's stage II: gain I_t = max(0, CE_{t-1} - CE_t), detached; w = sigmoid(50 (I_t - 0.005)) is the target for "continue",
     by binary cross entropy against 1 - lambda_t, lambda_t of that same visit t; the sum over t = 2 .. T divided by T.
     """
     total = torch.zeros_like(ce[0])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How close ring plans come to the lower bound, and how long planning takes, over drawn depths (design §8).
+"""How close ring plans come to the lower bound, and how long planning takes, over drawn depths.
 
 Prints one line per (stages, microbatches): median, 90th percentile and largest makespan / lower bound, the most visits
 whose activations one stage keeps (median, against the ceiling in-flight x b), and milliseconds per plan.

@@ -175,6 +175,9 @@ def _objective(config: Config) -> Iterator[Problem]:
             "depth.per_sequence",
             f"has no common visits for {objective.kind} to supervise; use per_sequence=false, or objective.kind terminal",
         )
+    if objective.kind == "exit_gate_stage2" and (objective.norm_penalty or objective.anchor):
+        key = "norm_penalty" if objective.norm_penalty else "anchor"
+        yield Problem(f"objective.{key}", "has nothing to train while exit_gate_stage2 freezes the model; set it to 0")
     if objective.loop_weights is not None:
         yield from _loop_weights(config, objective.loop_weights)
 

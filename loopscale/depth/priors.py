@@ -100,7 +100,7 @@ def lognormal_poisson(mean: float, sigma: float, cap: int) -> Prior:
 
 
 def pln(mean: float, sigma: float = 0.5, cap: int = 64) -> Prior:
-    """R = min(cap, 1 + Poisson(λ)), log λ ~ N(μ, σ²), μ such that E[R] = ``mean`` (Paper B; ``methods.md`` §2.2).
+    """R = min(cap, 1 + Poisson(λ)), log λ ~ N(μ, σ²), μ such that E[R] = ``mean`` (Paper B).
 
     μ by bisection on the capped mean.
     """

@@ -72,7 +72,7 @@ class LinearInjection(Injection):
 
 
 class DiagonalInjection(Injection):
-    """a ⊙ h + q with q = Δ ⊙ (W e), Δ = softplus(dt_bias), a = exp(−Δ ⊙ exp(A_log)) per channel (``methods.md`` §2.6)."""
+    """a ⊙ h + q with q = Δ ⊙ (W e), Δ = softplus(dt_bias), a = exp(−Δ ⊙ exp(A_log)) per channel (Paper B)."""
 
     first_decay: Init = "decay"
 

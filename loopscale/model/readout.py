@@ -56,7 +56,7 @@ class FinalOnlyReadout(NormReadout):
 class AlphaReadout(nn.Module):
     """γ u with s = RMS(h), u = h / s, γ = s_ref^(1−α) s^α, α = sigmoid(alpha), s_ref = exp(log_scale), both learned.
 
-    α = 0 hides the scale of the state, α = 1 is raw (Paper A's released code; ``methods.md`` §1.3).
+    α = 0 hides the scale of the state, α = 1 is raw (Paper A's released code).
     """
 
     SMALLEST = 1e-6

@@ -1,6 +1,6 @@
 """The exit gate: a distribution over visits from one probability per token and visit. T visits, N tokens.
 
-Ouro (arXiv 2510.25741; ``methods.md`` §5); Paper A's adaptive loss is stage I on the state as it is.
+Ouro (arXiv 2510.25741); Paper A's adaptive loss is stage I on the state as it is.
 """
 
 from __future__ import annotations

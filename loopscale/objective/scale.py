@@ -1,4 +1,4 @@
-"""Losses that see the scale of the state, which cross entropy behind a norm does not (Paper A, ``methods.md`` §1.4).
+"""Losses that see the scale of the state, which cross entropy behind a norm does not (Paper A).
 
 T visits, S positions, B sequences, d width. Both are per sequence, so that they do not depend on how a batch is cut.
 """

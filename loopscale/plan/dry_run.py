@@ -1,6 +1,6 @@
 """``loopscale train --dry-run``: rank layout, batch arithmetic, parameters, memory per rank. Starts nothing.
 
-Byte counts follow what the code keeps (design §5): fp32 parameters and gradients; ZeRO's fp32 master copy and both
+Byte counts follow what the code keeps: fp32 parameters and gradients; ZeRO's fp32 master copy and both
 moments, divided over data-parallel ranks at stage 1; per microbatch the activations of b visits, or of one visit and b
 states under recomputation; one chunk of logits with its gradient.
 """

@@ -163,6 +163,11 @@ class Run:
                     self.telemetry.event("stopped", progress.step, reason)
                     return Outcome(self.folder, progress.step, False, {})
         validation = validation or self._validate()
+        if self.optimizer.applied_steps == 0:
+            raise NumericsError(
+                f"all {progress.step} steps had a non-finite loss or gradient, so nothing was learned; lower optimizer.lr "
+                f"({config.optimizer.lr:g}) or the weights of the objective's terms"
+            )
         sequences = min(config.validation.sequences, len(self.held_out))
         self.telemetry.event(
             "done", progress.step, done_line(self.setting, progress.step, progress.elapsed, validation, sequences)

@@ -59,7 +59,8 @@ def test_a_preset_settles_a_whole_run_and_names_its_source(name):
     assert set(sections) <= given
     first = path.read_text().splitlines()[0]
     assert first.startswith("# ")
-    assert "methods §" in "".join(path.read_text().splitlines()[:3]) or "design §" in first
+    named = "".join(path.read_text().splitlines()[:3])
+    assert "arXiv" in named or "/" in named or "costs as many operations as" in named, "the first lines name the source"
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -203,6 +204,7 @@ WRONG = {
     ),
     "noise without a noisy state": ("model: {state_init: zero, state_std: 0.5}", "model.state_std", "is 0.5, but state_init zero has no noise; use state_std=null"),
     "a bias on another injection": ("model: {inject: parcae, inject_bias: true}", "model.inject_bias", "not of inject parcae; use inject_bias=false"),
+    "a penalty on a frozen model": ("model: {exit_gate: raw}\ndepth: {prior: fixed}\nobjective: {kind: exit_gate_stage2, norm_penalty: 0.1}", "objective.norm_penalty", "has nothing to train while exit_gate_stage2 freezes"),
     "a shared norm that is not there": ("model: {between: shared, readout: raw}", "model.between", "readout is raw; use readout rmsnorm, or between rmsnorm"),
     "a shared norm that is there once": ("model: {between: shared, readout: final_only}", "model.between", "readout is final_only"),
     "a gate on a norm that is not there": (

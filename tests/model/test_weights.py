@@ -35,7 +35,7 @@ def test_qkv_rows_are_grouped_as_megatron_has_them():
 
 
 def test_the_published_sizes_of_paper_a_and_b():
-    """methods §1.1 and §2.1: 43.9M and 128.8M at V = 20,000; 0.106B / 0.304B, 0.425B / 0.819B and 1.699B / 2.488B."""
+    """43.9M and 128.8M at V = 20,000; 0.106B / 0.304B, 0.425B / 0.819B and 1.699B / 2.488B."""
     for width, heads, layers, published in ((512, 8, 8, 43.9e6), (768, 12, 12, 128.8e6)):
         model = ModelConfig(
             vocab_size=20_000, hidden_size=width, heads=heads, ffn_size=4 * width, prelude_layers=0, core_layers=layers,

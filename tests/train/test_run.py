@@ -291,3 +291,12 @@ def test_a_toy_of_every_design_trains_on_real_text(sotu, tmp_path, family):
     losses = [r["loss"] for r in runs.records(family)]
     assert len(losses) == 50
     assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.1
+
+
+def test_a_diverging_run_is_skipped_and_stopped_even_where_it_is_logged(runs):
+    """A learning rate of 1e30: the states are not finite from the second step on, at logged steps too."""
+    output = runs.train("wild", "optimizer.lr=1e30", "optimizer.warmup=0", "train.steps=20", "train.bad_steps=3", exit_code=1)
+    assert "3 steps in a row" in output
+    assert "Traceback" not in output
+    output = runs.train("none", "model.embedding_multiplier=1e30", "train.steps=2", exit_code=1)
+    assert "nothing was learned" in output

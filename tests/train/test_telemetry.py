@@ -85,7 +85,6 @@ def wandb_stub(monkeypatch):
 
 
 def test_resume_below_the_last_logged_step_is_one_run_without_duplicates(tmp_path, wandb_stub):
-    """peers.md, row 32."""
     config, run_id = Config(), new_run_id()
     first = Telemetry.open(tmp_path, config, run_id=run_id, console=quiet())
     for step in range(10, 60, 10):

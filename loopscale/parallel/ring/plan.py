@@ -3,7 +3,7 @@
 The loop is the pipeline. A state leaves the home stage (stage 0), passes the core's slices on stages 1 .. p-1 and comes
 home, once per visit; gradients take the same way backwards. Home also runs what is not core: the prelude, the injection
 (part of its share of a visit) and the exits. Microbatches may have different depths; one enters when a slot is free and
-leaves after its last operation, so the ring does not drain between loops or microbatches (design §5).
+leaves after its last operation, so the ring does not drain between loops or microbatches.
 
 One microbatch is a chain: every operation waits for the one before it, on whatever stage that ran. An exit comes before
 the next visit although the visit does not need it, so that home keeps one state per microbatch and decodes what it has.

@@ -245,7 +245,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
 
 
 def poisson_log_normal(source: random.Random) -> Work:
-    """A depth from the PLN-5 law (methods §2.2), its last 10 visits with gradient, one exit."""
+    """A depth from the PLN-5 law, its last 10 visits with gradient, one exit."""
     threshold, product, events = math.exp(-math.exp(source.gauss(1.261294, 0.5))), source.random(), 0
     while product > threshold:
         product *= source.random()
