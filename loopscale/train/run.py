@@ -143,21 +143,22 @@ class Run:
                 validated = last or _due(progress.step + 1, config.validation.every)
                 logged = validated or _due(progress.step + 1, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
-                with window.timed():
-                    result = self.step(progress.step, batch, stop=stop.name is not None, observe=meter.observe if meter else None)
+                result = self.step(progress.step, batch, stop=stop.name is not None, observe=meter.observe if meter else None)
                 window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
                 self._count(result, batch)
                 profiled()
                 if validated:
-                    validation = self._validate()
-                    self._measure_matmul_rate()
+                    with window.aside():
+                        validation = self._validate()
+                        self._measure_matmul_rate()
                 if meter is not None:
                     self._log(result, meter, window, validation if validated else {})
                     window = _Window()
                 self.telemetry.advance(progress.step)
                 stopping = result.stop_ranks > 0 and not last
                 if last or stopping or _due(progress.step, config.checkpoint.every):
-                    self._save(must=last or stopping)
+                    with window.aside():
+                        self._save(must=last or stopping)
                 if stopping:
                     reason = f"asked to stop by {stop.name or 'a signal to another rank'}; go on with --resume auto"
                     self.telemetry.event("stopped", progress.step, reason)
@@ -222,7 +223,7 @@ class Run:
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
         norms = meter.result(sum_over_ranks)
-        rate = self.matmul_rate
+        rate, seconds = self.matmul_rate, window.seconds
         self.telemetry.log(
             {
                 "step": self.progress.step,
@@ -230,8 +231,8 @@ class Run:
                 "perplexity": _perplexity(result.terminal_loss),
                 "lr": result.lr,
                 "tokens": self.progress.tokens,
-                "tokens_per_s": window.tokens / window.seconds,
-                "matmul_share": None if rate is None else window.flops / window.seconds / (rate * self.mesh.world),
+                "tokens_per_s": window.tokens / seconds,
+                "matmul_share": None if rate is None else window.flops / seconds / (rate * self.mesh.world),
                 "elapsed": self.progress.elapsed,
                 **({"terms": result.terms} if len(result.terms) > 1 else {}),
                 "depths": list(result.draws),
@@ -341,16 +342,21 @@ class Run:
 
 
 class _Window:
-    """Tokens, operations and seconds of the steps since the last logged one; validation and saving are not counted."""
+    """Tokens, operations and seconds since the last logged step; reading data counts, validation and saving do not."""
 
     def __init__(self) -> None:
-        self.tokens, self.flops, self.seconds = 0, 0.0, 1e-9
+        self.tokens, self.flops, self._began, self._aside = 0, 0.0, time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._began - self._aside, 1e-9)
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
+        """Time that is not counted."""
         before = time.monotonic()
         yield
-        self.seconds += time.monotonic() - before
+        self._aside += time.monotonic() - before
 
     def add(self, result: StepResult, flops_per_token: float) -> None:
         tokens = sum(g.tokens for g in result.groups)
