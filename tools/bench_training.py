@@ -90,13 +90,14 @@ def main() -> None:
 
 
 def build_ours(options: argparse.Namespace) -> tuple[Callable[[], None], int, list[tuple[int, int]]]:
-    from loopscale.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
+    from loopscale.config.tree import ModelConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
     from loopscale.model.flops import count, matmul_shapes, training_flops
     from loopscale.model.inputs import Documents, Inputs
     from loopscale.model.stage import LoopedStage
+    from loopscale.objective.supervision import exits
     from loopscale.parallel import mesh
     from loopscale.parallel.ring.execute import Task, execute
-    from loopscale.parallel.ring.plan import Work, plan
+    from loopscale.parallel.ring.plan import plan
     from loopscale.parallel.zero import ZeroOptimizer
 
     mesh.start(ParallelConfig())
@@ -104,20 +105,22 @@ def build_ours(options: argparse.Namespace) -> tuple[Callable[[], None], int, li
         vocab_size=options.vocabulary, hidden_size=options.width, heads=options.heads, ffn_size=options.inner, prelude_layers=0,
         core_layers=options.layers, coda_layers=0, inject="none", state_init="embedding", positions="learned", tied_head=True,
     )  # fmt: skip
-    stage = LoopedStage(model, options.length, seed=1)
-    optimizer = ZeroOptimizer({h.parameter: p for h, p in stage.held()}, [], OptimizerConfig(), 1)
+    objective = ObjectiveConfig(kind="per_loop")
+    stage = LoopedStage(model, options.length, seed=1, objective=objective)
+    kinds = {h.parameter: h.weights[0].kind for h, _ in stage.held()}
+    optimizer = ZeroOptimizer({h.parameter: p for h, p in stage.held()}, kinds, OptimizerConfig(), 1)
     tokens = torch.randint(options.vocabulary, (options.batch, options.length + 1))
     documents = Documents.whole(options.batch, options.length, torch.device("cpu"))
     inputs = Inputs(tokens[:, :-1], tokens[:, 1:].contiguous(), documents, torch.arange(options.batch))
-    work = Work(options.loops, options.loops, tuple(range(1, options.loops + 1)))
-    ring = plan(1, [work], in_flight=1)
-    task = Task(inputs, work, dict.fromkeys(work.exits, 1 / options.loops / tokens[:, 1:].numel()))
+    supervision = exits(objective, options.loops, options.loops)
+    task = Task(inputs, options.loops, options.loops, supervision, 1 / tokens[:, 1:].numel())
+    ring = plan(1, [task.work], in_flight=1)
 
     def step() -> None:
         execute(ring, stage, [task])
-        optimizer.step(1e-4)
+        optimizer.step(0.1)
 
-    return step, training_flops(count(model, options.length), work), matmul_shapes(model)
+    return step, training_flops(count(model, options.length), task.work), matmul_shapes(model)
 
 
 def build_plain(options: argparse.Namespace) -> Callable[[], None]:

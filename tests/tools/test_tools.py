@@ -1,0 +1,32 @@
+"""The scripts in tools/ run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(TOOLS / script), *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_bench_training_states_both_shares():
+    sizes = ["--width", "32", "--heads", "2", "--inner", "64", "--layers", "1", "--loops", "2", "--vocabulary", "50"]
+    printed = run("bench_training.py", *sizes, "--batch", "2", "--length", "16", "--rounds", "1", "--threads", "1")
+    shares = re.findall(r"^(loopscale|plain PyTorch) .* tokens/s +([\d.]+)% of the rate$", printed, re.MULTILINE)
+    assert [name for name, _ in shares] == ["loopscale", "plain PyTorch"]
+    assert all(float(share) > 0 for _, share in shares)
+
+
+def test_every_tool_says_what_it_does():
+    for path in TOOLS.glob("*.py"):
+        assert "usage" in run(path.name, "--help")
