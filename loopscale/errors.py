@@ -61,7 +61,7 @@ class NumericsError(LoopscaleError):
 
 
 def describe_fault(error: OSError) -> str:
-    """A fault of the file system or the network in one sentence: the path, the reason, and a full disk's free bytes."""
+    """A fault of the file system or the network in one sentence: the path and the reason."""
     where = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or str(error)
     return f"{where}{reason}"

@@ -7,13 +7,12 @@ checkpoint is the highest N that has a manifest: there is no pointer that could 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
+from loopscale.durable import file_digest, sync, sync_tree
 from loopscale.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -39,15 +38,14 @@ def begin(checkpoints: Path, step: int) -> Path:
 def commit(writing: Path) -> Path:
     """Publishes what was written; returns the checkpoint's folder."""
     files = sorted(p for p in writing.rglob("*") if p.is_file())
-    digests = {str(p.relative_to(writing)): {"size": p.stat().st_size, "sha256": _digest(p)} for p in files}
+    digests = {str(p.relative_to(writing)): {"size": p.stat().st_size, "sha256": file_digest(p)} for p in files}
     (writing / MANIFEST).write_text(json.dumps({"format": FORMAT_VERSION, "files": digests}, indent=1))
-    for path in [*files, writing / MANIFEST, *(p for p in writing.rglob("*") if p.is_dir()), writing]:
-        _flush(path)
+    sync_tree(writing)
     final = writing.with_name(writing.name.removesuffix(_WRITING))
     if final.exists():  # a run resumed from an earlier step comes by again
         shutil.rmtree(final)
     writing.rename(final)
-    _flush(final.parent)
+    sync(final.parent)
     return final
 
 
@@ -86,7 +84,7 @@ def verify(checkpoint: Path) -> None:
         damaged, size = f"checkpoint {checkpoint.name} is damaged: {name} has", path.stat().st_size
         if size != expected_size:
             raise CheckpointError(f"{damaged} {size} bytes, the manifest says {expected_size}")
-        if (found := _digest(path)) != digest:
+        if (found := file_digest(path)) != digest:
             raise CheckpointError(f"{damaged} digest {found[:8]}…, the manifest says {digest[:8]}…")
 
 
@@ -105,16 +103,3 @@ def prune(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
 def size(checkpoint: Path) -> int:
     """Bytes of a checkpoint."""
     return sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

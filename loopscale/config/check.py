@@ -103,25 +103,13 @@ def _depth(config: Config) -> Iterator[Problem]:
             "depth.per_sequence",
             "gives every sequence the same depth under prior fixed; use per_sequence=false, or a prior that varies",
         )
-    deepest = _deepest(depth)
+    deepest = depth.deepest
     if config.model.inject == "none" and depth.backprop is not None and depth.backprop < deepest:
         yield Problem(
             "depth.backprop",
             f"{depth.backprop} of up to {deepest} visits with model.inject none gives the embeddings no gradient; "
             f"use depth.backprop=null, or an injection",
         )
-
-
-def _deepest(depth: DepthConfig) -> int:
-    """The largest R that a law can give."""
-    match depth.prior:
-        case "fixed":
-            return int(depth.mean)
-        case "uniform":
-            return int(2 * depth.mean - 1)
-        case "table":
-            return max((i for i, p in enumerate(depth.table or (), 1) if p > 0), default=depth.cap)
-    return depth.cap
 
 
 def _table(depth: DepthConfig) -> Iterator[Problem]:

@@ -179,6 +179,18 @@ class DepthConfig(Section):
     def evaluation_depth(self) -> int:
         return round(self.mean)
 
+    @property
+    def deepest(self) -> int:
+        """The largest R that the law can give."""
+        match self.prior:
+            case "fixed":
+                return int(self.mean)
+            case "uniform":
+                return int(2 * self.mean - 1)
+            case "table":
+                return max((i for i, p in enumerate(self.table or (), 1) if p > 0), default=self.cap)
+        return self.cap
+
     def gradient_visits(self, depth: int) -> int:
         """b of a forward of ``depth`` visits: min(R, backprop)."""
         return depth if self.backprop is None else min(depth, self.backprop)

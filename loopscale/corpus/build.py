@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from loopscale.config.corpus import CorpusBuild, TokenizerConfig
 from loopscale.corpus.arrange import PIECE_BYTES, ROW, Piece, arrange
 from loopscale.corpus.documents import Unit, find_units, text_files
-from loopscale.corpus.durable import content_digest, file_digest, locked, replacing, sync, sync_tree, write_json
 from loopscale.corpus.folder import FORMAT, Corpus, building_folder, open_corpus
 from loopscale.corpus.progress import Progress, progress_to
 from loopscale.corpus.stages import EXAMPLES, ReadJob, TokenizeJob, UnitSummary, document_texts, read, text_file, tokenize
+from loopscale.durable import content_digest, file_digest, locked, replacing, sync, sync_tree, write_json
 from loopscale.errors import DataError, UsageError
 
 RECORD_TOKENS = 1 << 14

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscale.corpus.durable import content_digest, file_digest, locked
+from loopscale.durable import content_digest, file_digest, locked
 from loopscale.errors import DataError, UsageError
 
 if TYPE_CHECKING:

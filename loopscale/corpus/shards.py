@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscale.corpus.durable import file_digest, locked
 from loopscale.corpus.folder import Corpus
+from loopscale.durable import file_digest, locked
 from loopscale.errors import DataError
 
 _KEPT_RECORDS = 256

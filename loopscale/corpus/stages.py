@@ -21,8 +21,8 @@ from loopscale.config.corpus import SourceConfig
 from loopscale.corpus.arrange import ROW, Piece, digests
 from loopscale.corpus.contamination import contaminated, evaluation_ngrams
 from loopscale.corpus.documents import Broken, Unit, read_unit
-from loopscale.corpus.durable import replacing, write_json
 from loopscale.corpus.tokenizer import load_tokenizer
+from loopscale.durable import replacing, write_json
 
 EXAMPLES = 20
 """Broken lines of a unit that are listed; the rest are only counted."""

@@ -79,12 +79,12 @@ class Inputs:
         first_visits: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
         """A microbatch of the corpus, on ``device``."""
-        batch, length = microbatch.targets.shape
+        there, (batch, length) = microbatch.to(device), microbatch.targets.shape
         return cls(
-            microbatch.inputs.to(device, non_blocking=True),
-            microbatch.targets.to(device, non_blocking=True),
-            Documents(microbatch.cu_seqlens.to(device, non_blocking=True), batch, length),
-            microbatch.samples.to(device, non_blocking=True),
+            there.inputs,
+            there.targets,
+            Documents(there.cu_seqlens, batch, length),
+            there.samples,
             step,
             purpose,
             final_visit,

@@ -77,15 +77,6 @@ def start(parallel: ParallelConfig) -> Mesh:
     )
 
 
-def stop() -> None:
-    """Leaves the groups."""
-    from megatron.core import parallel_state
-
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
 def is_lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank is gone or silent: the backends raise plain RuntimeErrors."""
     text = str(error)

@@ -65,8 +65,7 @@ def predict_memory(config: Config, model: ModelConfig, batch: Batch) -> Memory:
     parameters = count(model, length).total
     share = batch.data_parallel if config.parallel.zero == 1 else 1
     state_copies = 3 if config.parallel.zero == 1 else 2  # ZeRO keeps an fp32 master of its part beside the two moments
-    deepest = int(depth.mean) if depth.prior == "fixed" else depth.cap
-    visits = depth.gradient_visits(deepest)
+    visits = depth.gradient_visits(depth.deepest)
     width = 2 if config.train.precision == "bf16" else 4
     tokens = batch.microbatch * length
     state = tokens * model.hidden_size * 4

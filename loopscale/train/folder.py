@@ -42,12 +42,11 @@ class Place:
     """A sentence for each damaged checkpoint."""
 
 
-def choose(config: Config, stem: str, resume: str | None) -> Place:
-    """The place of a run.
+def choose(config: Config, stem: str, resume: str | None) -> Path:
+    """The folder of a run; reads no checkpoint.
 
-    ``resume`` is None (a new run), "auto" (this name's newest whole checkpoint, or a new run when there is none yet), or
-    a run folder or checkpoint. Raises :class:`UsageError` when a new run would overwrite one, or nothing is found, and
-    :class:`CheckpointError` when there are checkpoints but none is whole.
+    ``resume`` is None (a new run), "auto" (this name's run, or a new one when there is none yet), or a run folder or
+    checkpoint. Raises :class:`UsageError` when a new run would overwrite one, or ``resume`` names nothing.
     """
     runs = Path(config.run.folder)
     if resume not in (None, "auto"):
@@ -55,16 +54,16 @@ def choose(config: Config, stem: str, resume: str | None) -> Place:
     named = config.run.name
     if resume == "auto":
         folder = runs / named if named else next(iter(sorted(runs.glob(f"{stem}-[0-9]*"), reverse=True)), None)
-        if folder is not None and folder.is_dir():  # without a checkpoint it was killed before its first one
-            return _newest(folder, config)
+        if folder is not None and folder.is_dir():
+            return folder
     folder = runs / (named or f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
     if resume is None and (folder / "config.yaml").exists():
         raise UsageError(f"{folder} already holds a run; go on with --resume auto, or give another run.name")
-    return Place(folder)
+    return folder
 
 
-def _explicit(path: Path, config: Config) -> Place:
-    whole = (path / commit.MANIFEST).is_file() and path.parent.name == "checkpoints"
+def _explicit(path: Path, config: Config) -> Path:
+    whole = _is_checkpoint(path)
     if not whole and not (path / "checkpoints").is_dir():
         raise UsageError(
             f"--resume {path} is neither a run folder nor a checkpoint of one (runs/NAME or runs/NAME/checkpoints/step-N)"
@@ -75,20 +74,33 @@ def _explicit(path: Path, config: Config) -> Place:
             f"--resume {path} belongs to the run {folder.name}, and run.name is {config.run.name}; leave run.name out to go "
             f"on with that run, or use --init {path} to start a new one from its weights"
         )
-    if whole:
-        commit.verify(path)
-        return Place(folder, path)
-    return _newest(folder, config)
+    return folder
 
 
-def _newest(folder: Path, config: Config) -> Place:
+def past(folder: Path, config: Config, resume: str | None) -> Place:
+    """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one.
+
+    A run that was killed before its first checkpoint starts again under "auto". Raises :class:`CheckpointError` when
+    there are checkpoints but none is whole, :class:`UsageError` when a run named by its path has none.
+    """
+    if resume is None:
+        return Place(folder)
+    if resume != "auto" and _is_checkpoint(Path(resume)):
+        commit.verify(Path(resume))
+        return Place(folder, Path(resume))
     checkpoint, passed_over = store.newest_whole(folder / "checkpoints", config.checkpoint.on_damage)
     if checkpoint is None and passed_over:
         raise CheckpointError(
             f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove them to start "
             f"again from nothing, or give another run.name"
         )
+    if checkpoint is None and resume != "auto":
+        raise UsageError(f"--resume {resume}: the run has no checkpoint yet; --resume auto would start it again")
     return Place(folder, checkpoint, tuple(passed_over))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / commit.MANIFEST).is_file() and path.parent.name == "checkpoints"
 
 
 def claim(folder: Path) -> TextIO:

@@ -282,7 +282,6 @@ class Run:
             **asdict(self.progress),
             "applied_steps": self.optimizer.applied_steps,
             "corpus": self.corpus.fingerprint,
-            "seed": self.config.run.seed,
             "global_batch": self.batch.global_batch,
         }
 
@@ -317,10 +316,10 @@ class Run:
             )
 
     def _claimed(self, stem: str, resume: str | None) -> folders.Place:
-        """The place of the run, taken for this process; chosen again once taken, for another may have just left it."""
-        place = folders.choose(self.config, stem, resume)
-        self._lock.enter_context(folders.claim(place.folder))
-        return folders.choose(self.config, stem, resume) if resume is not None else place
+        """The place of the run, its folder taken for this process before its past is looked at."""
+        folder = folders.choose(self.config, stem, resume)
+        self._lock.enter_context(folders.claim(folder))
+        return folders.past(folder, self.config, resume)
 
     def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""

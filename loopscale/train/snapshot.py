@@ -75,7 +75,8 @@ def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: in
             f"{fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
         )
     before = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    found = folders.differences(before, config.model_dump(mode="json"))
+    differing = folders.differences(before, config.model_dump(mode="json"))
+    found = [d for d in differing if d[0] != "batch.global_batch"]  # what counts is the settled size
     if state["global_batch"] != global_batch:
         found.append(("batch.global_batch", state["global_batch"], global_batch))
     kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(folders.FIXED)]

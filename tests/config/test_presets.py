@@ -290,4 +290,5 @@ def test_keys_that_contradict_each_other_give_one_clear_sentence(case, tmp_path)
     ],
 )  # fmt: skip
 def test_what_may_be_combined(content):
-    from_values(Config, {"batch": {"global_batch": 16}, **content})
+    config = from_values(Config, {"batch": {"global_batch": 16}, **content}).config
+    assert config.batch.global_batch == 16

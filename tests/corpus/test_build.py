@@ -15,12 +15,12 @@ import pytest
 
 from loopscale.config import CorpusBuild, load
 from loopscale.corpus.build import build
-from loopscale.corpus.durable import locked
 from loopscale.corpus.folder import Corpus, open_corpus
 from loopscale.corpus.packing import PackedCorpus
 from loopscale.corpus.progress import Silent
 from loopscale.corpus.stages import TokenizeJob, tokenize
 from loopscale.corpus.tokenizer import load_tokenizer, train_bpe
+from loopscale.durable import locked
 from loopscale.errors import DataError, UsageError
 from tests.corpus.conftest import built, configured, texts, write_jsonl
 

@@ -224,12 +224,13 @@ def test_failing_to_write_the_truth_is_a_failure_of_the_run(tmp_path):
         Telemetry([MetricsLog(tmp_path / "missing" / "metrics.jsonl")])
 
 
-def test_ranks_that_do_not_log_say_nothing():
+def test_ranks_that_do_not_log_say_nothing(capsys):
     silent = Telemetry()
     silent.log(record(1))
     silent.event("saved", 1, "")
     silent.advance(1)
     silent.close()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_trackers_follow_the_config(tmp_path, wandb_stub):

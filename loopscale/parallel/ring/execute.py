@@ -168,13 +168,12 @@ class _Run(Generic[InputsT]):
             self.gathered.pop(m, None)
 
     def visit_backward(self, m: int, r: int) -> None:
-        leaf, after = self.segments.pop((m, r))
+        (leaf, after), gradient = self.segments.pop((m, r)), self.gradients.pop((m, r), None)
+        if gradient is None:  # nothing that is trained lies behind this state: stage II of the exit gate
+            return
         if after is None:
             with torch.enable_grad():
                 after = self.stage.visit(self.tasks[m].inputs, self.feeds[m][1], leaf, r)
-        gradient = self.gradients.pop((m, r), None)
-        if gradient is None:  # nothing that is trained lies behind this state: stage II of the exit gate
-            return
         after.backward(gradient)  # type: ignore[no-untyped-call]
         if leaf is not None and leaf.grad is not None:
             self.collect(m, r - 1, leaf.grad)
