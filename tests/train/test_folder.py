@@ -28,7 +28,7 @@ def test_checkpoints_of_which_none_is_whole_stop_the_run(tmp_path):
     damaged = tmp_path / "old" / "checkpoints" / "step-3"
     damaged.mkdir(parents=True)
     (damaged / "manifest.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints of .*old is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints of .*old is whole"):
         folders.past(tmp_path / "old", config(tmp_path, "old"), "auto")
 
 
