@@ -18,6 +18,7 @@ Pretrain looped language models: one shared transformer block applied R times.
 
   corpus build CONFIG      text sources -> tokenizer -> shards
   train CONFIG [k=v ...]   a run, from a laptop to many ranks (torchrun -m loopscale train ...)
+  plan CONFIG [k=v ...]    the ring schedule of one step, before anything is started
   eval RUN                 held-out perplexity at every depth
   generate RUN PROMPT      text from a checkpoint
   report RUN               one HTML page
@@ -105,9 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print layout, batch arithmetic, parameters and memory; start nothing"
     )
-    train.add_argument("--nodes", type=_positive, default=1, help="with --dry-run: nodes (1)")
-    train.add_argument("--per-node", type=_positive, default=1, help="with --dry-run: processes per node (1)")
+    _ranks_arguments(train, "with --dry-run: ")
     train.add_argument("--profile", action="store_true", help="record steps 4 to 6 into RUN/profile")
+
+    plan = command("plan", _plan, "Show the ring schedule of one optimizer step. Starts nothing.", add_help=False)
+    _config_arguments(plan, "run")
+    _ranks_arguments(plan)
+    plan.add_argument("--step", type=_whole, default=0, help="the step whose depths are drawn, from 0 (0)")
+    plan.add_argument("--draw", type=Path, metavar="FILE", help="draw the schedule into a .png, .svg or .pdf")
 
     evaluate = command("eval", _eval, "Held-out perplexity at every depth.")
     _checkpoint_arguments(evaluate)
@@ -131,6 +137,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "What is installed here, and what each absence costs.")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _whole(text: str) -> int:
+    """A whole number, 0 or more, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -161,6 +174,12 @@ def _config_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--schema", action="store_true", help="print a JSON schema, for editors")
     parser.set_defaults(kind=kind)
+
+
+def _ranks_arguments(parser: argparse.ArgumentParser, when: str = "") -> None:
+    fewest = "default: as few as make whole replicas"
+    parser.add_argument("--nodes", type=_positive, help=f"{when}nodes; {fewest}")
+    parser.add_argument("--per-node", type=_positive, help=f"{when}processes per node; {fewest}")
 
 
 def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +237,16 @@ def _train(options: argparse.Namespace) -> int:
 
     outcome = train(loaded, stem=options.config.stem, resume=options.resume, init=options.init, profile=options.profile)  # type: ignore[arg-type]
     return 0 if outcome.finished else INTERRUPTED
+
+
+def _plan(options: argparse.Namespace) -> int:
+    loaded = _load_config(options)
+    if loaded is None:
+        return 0
+    from loopscale.plan.ring import plan_report
+
+    print(plan_report(loaded.config, options.step, options.nodes, options.per_node, options.draw))  # type: ignore[attr-defined]
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:

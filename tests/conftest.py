@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread a process, Megatron's groups of a single process, a corpus, real training runs."""
+"""Shared fixtures: one thread a process, Megatron's groups of a single process, ranks, a corpus, real training runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.corpus.conftest import built, texts, write_jsonl
+from tests.ranks import Ranks
 
 TINY = {
     "corpus": {"sequence_length": 32},
@@ -41,6 +42,14 @@ def mesh():
 
     torch.set_num_threads(1)
     return mesh.start(ParallelConfig())
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes for functions that several ranks run: ``ranks.run(function, size, ...)``."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from tests.conftest import Runs
 HEAVY = ("torch", "megatron", "deepspeed", "streaming", "transformers", "numpy", "wandb", "matplotlib", "plotly")
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["corpus", "build", "--help"], ["eval", "--help"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["train", "--help"], ["corpus", "build", "--help"], ["plan", "--help"], ["eval", "--help"]]
+)
 def test_help_imports_nothing_heavy(command):
     code = (
         "import sys\nfrom loopscale.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -31,6 +34,7 @@ def test_help_imports_nothing_heavy(command):
     ("command", "sentence"),
     [
         (["train"], "loopscale train needs a CONFIG file; --help lists what it may hold"),
+        (["plan"], "loopscale plan needs a CONFIG file; --help lists what it may hold"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["eval", "nowhere"], "nowhere is neither a run folder nor a checkpoint"),
         (["generate", "nowhere", "Hello"], "nowhere is neither a run folder nor a checkpoint"),
@@ -127,9 +131,61 @@ def test_a_dry_run_starts_nothing_and_does_the_arithmetic(tmp_path, capsys):
     config.write_text("batch: {global_batch: 64}\nmodel: {vocab_size: 1000}\ndepth: {groups: 2}\ncorpus: {path: nowhere}\n")
     assert main(["train", str(config), "--dry-run", "--nodes", "2", "--per-node", "4"]) == 0
     said = capsys.readouterr().out
-    assert "64 sequences × 128 = 8,192 tokens a step · 2 depth groups of 32, 4 per rank · microbatch 4, 2 a step" in said
+    assert "64 sequences × 128 = 8,192 tokens a step · 2 depth groups of 32, 4 per replica · microbatch 4, 2 a step" in said
     assert "nothing was started" in said
     assert main(["train", str(config), "--dry-run", "--per-node", "3"]) == 2
     assert "cannot be cut into 2 microbatches on each of 3 data-parallel ranks" in capsys.readouterr().err
     assert main(["train", str(config), "--dry-run", "model.vocab_size=null"]) == 2
     assert "must be given, since the corpus cannot tell it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ring_config(tmp_path) -> str:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "batch: {global_batch: 16}\nmodel: {vocab_size: 1000, core_layers: 4}\ndepth: {groups: 4}\n"
+        "corpus: {path: nowhere}\nparallel: {pipeline: 2}\n"
+    )
+    return str(config)
+
+
+def test_a_plan_is_shown_and_drawn_before_anything_is_started(ring_config, tmp_path, capsys):
+    assert main(["plan", ring_config]) == 0
+    said = capsys.readouterr().out
+    assert "layout   TP 1 × PP 2 × DP 1 · 2 ranks\n" in said
+    assert "4 microbatches of 4 sequences on each replica" in said
+    assert said.endswith("ok       nothing was started\n")
+    picture = tmp_path / "plan.svg"
+    ranks = ["--nodes", "2", "--per-node", "4"]
+    assert main(["plan", ring_config, *ranks, "--step", "3", "--draw", str(picture), "depth.mean=2"]) == 0
+    said = capsys.readouterr().out
+    assert "layout   TP 1 × PP 2 × DP 4 · 8 ranks\n" in said
+    assert "\nstep     3 · 4 microbatches of 1 sequence on each replica" in said
+    assert f"drawn    {picture}" in said and picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["plan", "--step", "500"], "--step is 500; the run has steps 0 to 499 (train.steps 500)"),
+        (["plan", "--draw", "plan.gif"], "--draw plan.gif: the name must end in .png, .svg or .pdf"),
+        (["plan", "--draw", "nowhere/plan.png"], "nowhere/plan.png"),
+        (["plan", "--nodes", "3", "--per-node", "1"], "does not divide 3 rank"),
+        (["train", "--dry-run", "--nodes", "1", "--per-node", "3"], "does not divide 3 rank"),
+        (["plan", "model.vocab_size=null"], "must be given, since the corpus cannot tell it"),
+    ],
+)
+def test_mistakes_of_a_plan_are_told(command, sentence, ring_config, capsys):
+    name, *more = command
+    assert main([name, ring_config, *more]) != 0
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_plan_has_the_depths_that_training_draws(trained, capsys):
+    overrides = [f"corpus.path={trained.corpus}", "train.steps=30"]
+    for record in (trained.records("model")[0], trained.records("model")[17]):
+        assert main(["plan", str(trained.folder / "tiny.yaml"), *overrides, "--step", f"{record['step'] - 1}"]) == 0
+        shown = re.search(r"· depth (.*) · mean", capsys.readouterr().out)[1]
+        found = [int(r) for r, n in re.findall(r"(\d+)(?: \(×(\d+)\))?", shown) for _ in range(int(n or 1))]
+        assert found == sorted(record["depths"])

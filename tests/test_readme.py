@@ -33,12 +33,13 @@ from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import Exit
 from loopscale.parallel.ring.execute import Task, execute
+from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import plan
 stage = LoopedStage(ModelConfig(vocab_size=20, hidden_size=16, heads=2, ffn_size=8, inject="gated"), 8, seed=1)
 tokens = torch.arange(16).view(2, 8)
 inputs = Inputs(tokens, tokens, Documents.whole(2, 8, torch.device("cpu")), torch.arange(2))
 task = Task(inputs, 3, 3, (Exit(3, (3,)),))
-execute(plan(1, [task.work], in_flight=1), stage, [task])
+execute(plan(1, [task.work], in_flight=1), stage, [task], Links.alone())
 gate = dict(stage.named_parameters())["injection.gate"]
 print("GRADIENT", float(gate.grad.norm()) > 0, [w.name for h, _ in stage.held() for w in h.weights if "inject" in w.name])
 """

@@ -97,6 +97,7 @@ def build_ours(options: argparse.Namespace) -> tuple[Callable[[], None], int, li
     from loopscale.objective.supervision import exits
     from loopscale.parallel import mesh
     from loopscale.parallel.ring.execute import Task, execute
+    from loopscale.parallel.ring.links import Links
     from loopscale.parallel.ring.plan import plan
     from loopscale.parallel.zero import ZeroOptimizer
 
@@ -117,7 +118,7 @@ def build_ours(options: argparse.Namespace) -> tuple[Callable[[], None], int, li
     ring = plan(1, [task.work], in_flight=1)
 
     def step() -> None:
-        execute(ring, stage, [task])
+        execute(ring, stage, [task], Links.alone())
         optimizer.step(0.1)
 
     return step, training_flops(count(model, options.length), task.work), matmul_shapes(model)

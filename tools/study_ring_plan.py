@@ -13,7 +13,8 @@ import time
 
 import numpy as np
 
-from loopscale.parallel.ring.plan import Kind, Plan, Work, plan
+from loopscale.parallel.ring.plan import Work, plan
+from loopscale.plan.timetable import kept_visits
 
 
 def main() -> None:
@@ -51,18 +52,6 @@ def draw(source: np.random.Generator, per_loop: bool) -> Work:
     gradient_visits = min(depth, 10)
     first = depth - gradient_visits + 1 if per_loop else depth
     return Work(depth, gradient_visits, tuple(range(first, depth + 1)))
-
-
-def kept_visits(ring: Plan, stage: int) -> int:
-    """The most visits that ``stage`` holds activations of at once."""
-    now = most = 0
-    for kind, m, visit in ring.operations[stage]:
-        if kind is Kind.VISIT and visit > ring.work[m].depth - ring.work[m].gradient_visits:
-            now += 1
-            most = max(most, now)
-        elif kind is Kind.VISIT_BACKWARD:
-            now -= 1
-    return most
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from loopscale.checkpoint import commit, store
 from loopscale.config import Config, load
+from loopscale.config.tree import ParallelConfig
 from loopscale.errors import UsageError
 from loopscale.model.stage import LoopedStage
-from loopscale.parallel import mesh
+from loopscale.parallel import mesh as meshes
+from loopscale.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,6 +29,7 @@ class Restored:
     checkpoint: Path
     config: Config
     stage: LoopedStage
+    mesh: Mesh
 
     @property
     def run_folder(self) -> Path | None:
@@ -50,22 +53,25 @@ def restore(path: Path) -> Restored:
     """
     checkpoint = find(path)
     config = load(Config, checkpoint / "config.yaml").config
-    place = mesh.start(config.parallel)
-    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, device=place.device, initialise=False)
+    config = config.model_copy(update={"parallel": ParallelConfig()})  # whatever layout it was trained at, one rank holds it
+    mesh = meshes.start(config.parallel)
+    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False)
     load_weights(checkpoint, stage)
-    return Restored(checkpoint, config, stage.requires_grad_(False))
+    return Restored(checkpoint, config, stage.requires_grad_(False), mesh)
 
 
 def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
     """Sets the stage's weights from a checkpoint, strictly."""
-    set_weights(stage, store.load_tensors(checkpoint, {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights}))
+    wanted = {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights}
+    elsewhere = {f"weight/{w.name}" for h in stage.table for w in h.weights} - wanted.keys()
+    set_weights(stage, store.load_tensors(checkpoint, wanted, elsewhere))
 
 
 @torch.no_grad()
 def set_weights(stage: LoopedStage, loaded: Mapping[str, Tensor]) -> None:
     """Sets the stage's weights from tensors named ``weight/global.name``."""
     for holder, parameter in stage.held():
-        parameter.copy_(holder.join({w.name: loaded[f"weight/{w.name}"] for w in holder.weights}))
+        parameter.copy_(stage.share(holder, {w.name: loaded[f"weight/{w.name}"] for w in holder.weights}))
 
 
 def find(path: Path) -> Path:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from loopscale.checkpoint import commit
 from loopscale.errors import CheckpointError, UsageError
-from loopscale.parallel.mesh import on_main
+from loopscale.parallel.mesh import on_main, sum_over_ranks
 
 Tensors = Mapping[str, Tensor]
 
@@ -33,7 +35,7 @@ def save(
     *,
     interrupt: Callable[[str], None] | None = None,
 ) -> Path:
-    """Commits a checkpoint of ``step``; every rank calls it, with the same whole ``tensors``.
+    """Commits a checkpoint of ``step``; every rank calls it, with its stage's ``tensors``, whole.
 
     Raises :class:`CheckpointError` on every rank alike when any of them fails, a full disk say; what was committed
     before stays. ``interrupt`` is told the stage of the protocol that has just ended (tests kill there).
@@ -42,7 +44,9 @@ def save(
 
     notify = interrupt or (lambda stage: None)
     place = commit.folder(checkpoints, step).with_name(f"step-{step}.writing")
-    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    own = sum(t.numel() * t.element_size() for t in tensors.values())  # the same on all ranks of a stage
+    ranks_a_stage = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+    needed = float(sum_over_ranks(torch.tensor(own, dtype=torch.float64))) / ranks_a_stage
 
     def begin() -> None:
         commit.begin(checkpoints, step)
@@ -76,8 +80,8 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "state.json").read_text())
 
 
-def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors named by ``shapes``, whole, fp32, on the CPU.
+def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], elsewhere: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors named by ``shapes``, whole, fp32, on the CPU; those named ``elsewhere`` are other stages'.
 
     Raises :class:`CheckpointError` that lists every name that is missing and every shape that differs.
     """
@@ -90,7 +94,8 @@ def load_tensors(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
         f"{n} has shape {list(stored[n])}, the model {list(s)}" for n, s in shapes.items() if n in stored and stored[n] != s
     ]
     kinds = {name.split("/")[0] for name in shapes}
-    problems += [f"{name} is not in the model" for name in stored if name.split("/")[0] in kinds and name not in shapes]
+    known = {*shapes, *elsewhere}
+    problems += [f"{name} is not in the model" for name in stored if name.split("/")[0] in kinds and name not in known]
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the model: {shown}")

@@ -191,10 +191,22 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _layout(config: Config) -> Iterator[Problem]:
+    yield from _tensor(config)
+    yield from _pipeline(config)
     parallel = config.parallel
-    for key, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
-        if size > 1:
-            yield Problem(f"parallel.{key}", f"is {size}; this version trains with 1, data parallel by torchrun")
+    if parallel.context > 1:
+        yield Problem(
+            "parallel.context",
+            f"is {parallel.context}, and context parallelism is not offered: every rank of a replica attends over whole "
+            f"sequences; use 1, and parallel.tensor with sequence_parallel=true for long ones",
+        )
+    if parallel.zero > 1:
+        reason = (
+            "would reduce gradients at every visit of the shared block"
+            if parallel.zero == 2
+            else "would gather the shared weights again at every visit"
+        )
+        yield Problem("parallel.zero", f"{parallel.zero} {reason}; use 0 or 1")
     if config.optimizer.name == "muon" and parallel.zero:
         yield Problem(
             "parallel.zero",
@@ -204,6 +216,40 @@ def _layout(config: Config) -> Iterator[Problem]:
         settle(config.batch, config.depth.groups, 1)
     except ConfigError as error:
         yield from error.problems
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    tensor, model = config.parallel.tensor, config.model
+    divided = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.key_value_heads,
+        "model.ffn_size": model.ffn_size,
+    }
+    if config.parallel.sequence_parallel:
+        divided["corpus.sequence_length"] = config.corpus.sequence_length
+    for key, size in divided.items():
+        if size % tensor:
+            yield Problem("parallel.tensor", f"{tensor} does not divide {key} {size}; use a common divisor, or 1")
+    if tensor > 1 and config.optimizer.name == "muon":
+        yield Problem(
+            "parallel.tensor", f"{tensor} divides matrices that muon needs whole; use parallel.tensor=1, or optimizer.name adamw"
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    stages, layers, slices = config.parallel.pipeline, config.model.core_layers, config.parallel.slices
+    if stages > layers + 1:
+        yield Problem(
+            "parallel.pipeline",
+            f"{stages} stages need at least {stages - 1} core layers beside the home stage; "
+            f"model.core_layers is {layers}. Use 1 to {layers + 1}",
+        )
+    elif not isinstance(slices, str) and (len(slices) != stages or sum(slices) != layers or 0 in slices[1:]):
+        yield Problem(
+            "parallel.slices",
+            f"{list(slices)} must be one number for each of the {stages} stage(s), {layers} in all (model.core_layers), "
+            f"and only the first, home's, may be 0; or use even",
+        )
 
 
 def _run(config: Config) -> Iterator[Problem]:

@@ -259,10 +259,22 @@ class OptimizerConfig(Section):
 class ParallelConfig(Section):
     tensor: PositiveInt = 1
     """Ranks that share each layer."""
+    sequence_parallel: bool = False
+    """Divide what lies between a layer's products along the sequence over the ranks that share the layer, rather than
+    computing it on each of them."""
     pipeline: PositiveInt = 1
-    """Stages of the ring."""
-    zero: Literal[0, 1] = 1
-    """DeepSpeed ZeRO stage: 1 divides the optimizer state over data-parallel ranks."""
+    """Stages of the ring: the home stage, which has all that is not core, and slices of the core behind it."""
+    slices: Literal["even", "measured"] | Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = "even"
+    """Core layers of each stage, the home stage first, as [0, 2, 2]; or chosen so that the stages' operations are even,
+    counted, or (`measured`) timed at the start: then a resumed run may choose others."""
+    in_flight: PositiveInt | None = None
+    """Microbatches in the ring at once, each with the activations of up to `depth.backprop` visits; unset: two a stage."""
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"
+    """Which ranks are neighbours: those that share layers (tp), then replicas (dp), then stages (pp), or stages first."""
+    context: PositiveInt = 1
+    """Ranks that share a sequence: 1, for context parallelism is not offered."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 1
+    """DeepSpeed ZeRO stage: 0, or 1, which divides the optimizer state over replicas."""
     timeout: PositiveInt = 600
     """Seconds after which a silent rank ends the run."""
 

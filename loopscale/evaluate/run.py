@@ -24,7 +24,9 @@ from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
 from loopscale.evaluate.perplexity import loss_by_depth
+from loopscale.model.flops import count
 from loopscale.model.inputs import Inputs
+from loopscale.model.ring import Ring
 
 _PROTOCOL = (
     "full forward over whole sequences, own keys and values at every visit, attention within documents, first token of a "
@@ -88,7 +90,8 @@ def evaluate(
     )
     if not any((s.targets >= 0).any() for s in samples):
         raise DataError(f"{source} holds no token to score; it needs two at least")
-    losses, tokens = loss_by_depth(restored.stage, shown, wanted)
+    ring = Ring.of(restored.config, count(restored.config.model, corpus.sequence_length))
+    losses, tokens = loss_by_depth(restored.stage, ring, restored.mesh, shown, wanted)
     evaluation = Evaluation(
         checkpoint=restored.checkpoint.name,
         source=source,

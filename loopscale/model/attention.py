@@ -58,12 +58,12 @@ class Attending:
 class CoreAttention(nn.Module):
     """softmax(q kᵀ / √c) v, causal and within documents; flash kernels where a GPU has them."""
 
-    def __init__(self, config: Any, model: ModelConfig, **_: Any):
+    def __init__(self, config: Any, model: ModelConfig, tensor_size: int, **_: Any):
         super().__init__()
         self.head_width = model.head_width
         if model.qk_bias:
-            self.q_bias = nn.Parameter(torch.empty(model.heads * model.head_width))
-            self.k_bias = nn.Parameter(torch.empty(model.key_value_heads * model.head_width))
+            self.q_bias = nn.Parameter(torch.empty(model.heads // tensor_size * model.head_width))
+            self.k_bias = nn.Parameter(torch.empty(model.key_value_heads // tensor_size * model.head_width))
         self.biased = model.qk_bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending, **_: Any) -> Tensor:

@@ -6,14 +6,15 @@ are left out, as the published figures leave them out; recomputed visits are not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from loopscale.config.tree import ModelConfig
 from loopscale.model.parameters import Weight
 from loopscale.model.weights import holders
-from loopscale.parallel.ring.plan import Work
+from loopscale.parallel.ring.plan import Costs, Work
+from loopscale.parallel.ring.slices import balanced_slices
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Counts:
     """Embeddings (of values too) and an untied head: what "non-embedding" leaves out."""
     prelude_matmul: int
     core_matmul: int
+    visit_matmul: int
+    """What a visit multiplies beside the core: the half of a linear injection that the state enters."""
     exit_matmul: int
     core: int
 
@@ -43,7 +46,8 @@ def count(model: ModelConfig, max_positions: int) -> Counts:
         total=sum(prod(w.shape) for _, w in table),
         embedding=sum(prod(w.shape) for _, w in table if w.kind == "embedding"),
         prelude_matmul=_matrices(table, ("prelude_block",)) + injected - per_visit,
-        core_matmul=_matrices(table, ("core_block",)) + per_visit,
+        core_matmul=_matrices(table, ("core_block",)),
+        visit_matmul=per_visit,
         exit_matmul=_matrices(table, ("coda",)) + head,
         core=sum(prod(w.shape) for parameter, w in table if parameter.startswith("core_block")),
     )
@@ -52,15 +56,39 @@ def count(model: ModelConfig, max_positions: int) -> Counts:
 def training_flops(counts: Counts, work: Work, gated: bool = False) -> int:
     """Operations per token of one microbatch: 6 per parameter with gradient, 2 without.
 
-    An exit decodes one state; a ``gated`` one those of all visits that carry gradient.
+    An exit decodes one state; a ``gated`` one those of all visits that carry gradient. Where no visit does, the gate alone
+    is trained: everything runs forwards only, and the gate has seen the states of all visits.
     """
     forward_only = work.depth - work.gradient_visits
+    visits = (6 * work.gradient_visits + 2 * forward_only) * (counts.core_matmul + counts.visit_matmul)
+    if not work.gradient_visits:
+        return 2 * counts.prelude_matmul + visits + 2 * work.depth * counts.exit_matmul
     decoded = work.gradient_visits if gated else len(work.exits)
-    return (
-        6 * counts.prelude_matmul
-        + (6 * work.gradient_visits + 2 * forward_only) * counts.core_matmul
-        + 6 * decoded * counts.exit_matmul
-    )
+    return 6 * counts.prelude_matmul + visits + 6 * decoded * counts.exit_matmul
+
+
+def operation_costs(counts: Counts, slices: Sequence[int], *, decoded: int = 1, recompute: bool = False) -> Costs:
+    """Operations per token of everything that a ring plan orders; a guess at the times, the same on every machine.
+
+    ``slices``: core layers of each stage; ``decoded``: states that an exit decodes; ``recompute``: a visit runs again
+    before its backward.
+    """
+    layer = counts.core_matmul / sum(slices)
+    forward = tuple(2 * (own * layer + (counts.visit_matmul if s == 0 else 0)) for s, own in enumerate(slices))
+    backward = tuple((3 if recompute else 2) * cost for cost in forward)
+    exit = 6.0 * decoded * counts.exit_matmul
+    return Costs(2 * counts.prelude_matmul, forward, backward, exit, 4 * counts.prelude_matmul)
+
+
+def even_slices(counts: Counts, layers: int, stages: int, works: Iterable[tuple[float, Work]], decoded: int) -> tuple[int, ...]:
+    """Core layers of each stage such that operations are even over the stages, for microbatches of ``works``: shares of
+    them and what they do."""
+    costs = operation_costs(counts, [layers], decoded=decoded)
+    home, visits = costs.prelude + costs.prelude_backward, 0.0
+    for share, work in works:
+        home += share * len(work.exits) * costs.exit
+        visits += share * (2 * work.depth + 4 * work.gradient_visits)
+    return balanced_slices(layers, stages, visits * counts.core_matmul / layers, home + visits * counts.visit_matmul)
 
 
 def matmul_shapes(model: ModelConfig) -> list[tuple[int, int]]:

@@ -22,14 +22,17 @@ from torch import Tensor, nn
 from loopscale.config.tree import ModelConfig
 from loopscale.model.attention import Attending, CoreAttention
 from loopscale.model.norm import HeadNorm, RMSNorm
+from loopscale.model.sharing import Sharing
 from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
 
 
-def megatron_config(model: ModelConfig) -> TransformerConfig:
+def megatron_config(model: ModelConfig, sharing: Sharing) -> TransformerConfig:
     """Megatron's view of a model. Weights are ours to initialise; fusions that assume a GPU, or one use of a weight
     per step (the fused weight gradient), are off."""
     return TransformerConfig(
         num_layers=1,
+        tensor_model_parallel_size=sharing.size,
+        sequence_parallel=sharing.by_position,
         hidden_size=model.hidden_size,
         num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
@@ -70,27 +73,28 @@ class ResidualNorm(nn.Module):
 class ValueSelfAttention(SelfAttention):
     """Self-attention whose values gain 2 sigmoid(gate · x) times an embedding of the token, per key/value head."""
 
-    def __init__(self, *arguments: Any, model: ModelConfig, **options: Any):
+    def __init__(self, *arguments: Any, model: ModelConfig, sharing: Sharing, **options: Any):
         super().__init__(*arguments, **options)
-        kv = model.key_value_heads
+        self.sharing, kv = sharing, model.key_value_heads // sharing.size
         self.value_gate = nn.Linear(min(VALUE_GATE_CHANNELS, model.hidden_size), kv, bias=False)
         self.value_embedding = nn.Embedding(model.vocabulary, kv * model.head_width)
 
     def forward(self, hidden_states: Tensor, attention_mask: Attending, **options: Any) -> tuple[Tensor, Tensor | None]:
-        gate = 2 * torch.sigmoid(self.value_gate(hidden_states[..., : self.value_gate.in_features]))
+        channels = self.sharing.enter(hidden_states[..., : self.value_gate.in_features])
+        gate = 2 * torch.sigmoid(self.value_gate(channels))
         embedded = self.value_embedding(attention_mask.tokens).unflatten(-1, (gate.shape[-1], -1))
         with_values = replace(attention_mask, extra_values=gate.unsqueeze(-1) * embedded)
         return super().forward(hidden_states, with_values, **options)
 
 
-def layer_spec(model: ModelConfig, with_values: bool) -> ModuleSpec:
+def layer_spec(model: ModelConfig, sharing: Sharing, with_values: bool) -> ModuleSpec:
     """One layer: x + Attention(norm x), then x + FFN(norm x), with the further norms of ``model.layer_norm``."""
     norm = ModuleSpec(RMSNorm, params={"centered": model.norm_centered})
     residual = get_bias_dropout_add if model.layer_norm == "pre" else ModuleSpec(ResidualNorm, params={"model": model})
     head_norm = HeadNorm if model.qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=partial(CoreAttention, model=model),
+        core_attention=partial(CoreAttention, model=model, tensor_size=sharing.size),
         linear_proj=RowParallelLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
@@ -99,7 +103,7 @@ def layer_spec(model: ModelConfig, with_values: bool) -> ModuleSpec:
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(ValueSelfAttention, {"model": model}, attention)
+            self_attention=ModuleSpec(ValueSelfAttention, {"model": model, "sharing": sharing}, attention)
             if with_values
             else ModuleSpec(SelfAttention, submodules=attention),
             self_attn_bda=residual,
@@ -111,16 +115,20 @@ def layer_spec(model: ModelConfig, with_values: bool) -> ModuleSpec:
 
 
 class Block(nn.Module):
-    """Layers in sequence, possibly none; ``first`` is the first one's number over prelude, core and coda."""
+    """Layers in sequence, possibly none: ``own`` of a part of the model whose first layer is number ``first`` over
+    prelude, core and coda. They are named by their number in that part, whichever stage holds them."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, count: int, first: int):
+    def __init__(self, model: ModelConfig, sharing: Sharing, own: range, first: int):
         super().__init__()
         total = model.prelude_layers + model.core_layers + model.coda_layers
-        specs = [layer_spec(model, model.value_embeddings and has_value_embedding(first + i, total)) for i in range(count)]
-        self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1) for i, spec in enumerate(specs))
+        config = megatron_config(model, sharing)
+        self.layers = nn.ModuleDict()
+        for i in own:
+            with_values = model.value_embeddings and has_value_embedding(first + i, total)
+            self.layers[f"{i}"] = build_module(layer_spec(model, sharing, with_values), config=config, layer_number=i + 1)
 
     def forward(self, h: Tensor, attending: Attending) -> Tensor:
         """[S, B, d] to the same."""
-        for layer in self.layers:
+        for layer in self.layers.values():
             h, _ = layer(h, attention_mask=attending)
         return h

@@ -5,13 +5,14 @@
     h  = core(inject(between(h), e))                 R times; h0 itself does not pass `between`
     logits = head(readout(coda(linear(h))))          at an exit
 
-S positions, B sequences, d width, V vocabulary, N = S * B tokens. States travel as fp32 [S, B, d]; inside a visit the
-weights are cast to the compute type, so the gradient of every visit reaches the fp32 parameter in fp32.
+S positions, B sequences, d width, V vocabulary, N = S * B tokens. States travel as fp32 [S, B, d] (with sequence
+parallelism the positions of this rank); inside a visit the weights are cast to the compute type, so the gradient of
+every visit reaches the fp32 parameter in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -25,17 +26,20 @@ from loopscale.model.injection import make_injection
 from loopscale.model.inputs import Inputs
 from loopscale.model.layers import Block, megatron_config
 from loopscale.model.readout import NormReadout, make_readout
-from loopscale.model.weights import Holder, holders, initial
+from loopscale.model.sharing import Sharing
+from loopscale.model.weights import Holder, holders, initial, padded_rows
 from loopscale.objective import gate as gates
 from loopscale.objective import scale
 from loopscale.objective.cross_entropy import linear_cross_entropy
 from loopscale.objective.supervision import GATED, Exit
+from loopscale.parallel.mesh import Place
 from loopscale.parallel.ring.execute import ExitLoss, Feed
 from loopscale.randomness import normals, stream_key, truncated_normals, uniforms
 
 
 class LoopedStage(nn.Module):
-    """The home stage; with one stage, the whole model."""
+    """What one rank holds of the model: its stage's slice of the core and, at home, all that is not core; of each layer
+    the share of its tensor-parallel rank. By default the whole model."""
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class LoopedStage(nn.Module):
         max_positions: int,
         *,
         seed: int,
+        place: Place = Place(),  # noqa: B008  # frozen
         objective: ObjectiveConfig | None = None,
         compute: torch.dtype = torch.float32,
         loss_chunk: int = 1024,
@@ -52,49 +57,68 @@ class LoopedStage(nn.Module):
         super().__init__()
         self.model, self.seed, self.compute, self.loss_chunk, self.max_positions = model, seed, compute, loss_chunk, max_positions
         self.objective = objective or ObjectiveConfig()
-        d, vocabulary, config = model.hidden_size, model.vocabulary, megatron_config(model)
-        self.embedding = VocabParallelEmbedding(vocabulary, d, init_method=nn.init.zeros_, config=config)
-        if model.positions == "learned":
-            self.positions = nn.Embedding(max_positions, d)
-        self.prelude_block = Block(model, config, model.prelude_layers, 0)
-        self.injection = make_injection(model)
-        self.core_block = Block(model, config, model.core_layers, model.prelude_layers)
-        self.between = BETWEEN[model.between](model) if model.between in BETWEEN else None
-        self.coda_linear = nn.Linear(d, d, bias=False) if model.coda_linear else None
-        self.coda_block = Block(model, config, model.coda_layers, model.prelude_layers + model.core_layers)
-        self.readout = make_readout(model)
-        self.gate = nn.Linear(d, 1) if model.exit_gate != "none" else None
-        if not model.tied_head:
-            self.head = ColumnParallelLinear(d, vocabulary, config=config, init_method=nn.init.zeros_, bias=False)
+        self.is_home, self.sharing = place.is_home, Sharing.at(place)
+        self.core_block = Block(model, self.sharing, place.core_layers(model.core_layers), model.prelude_layers)
+        if self.is_home:
+            self._build_home(model)
         self.to(device)
         self.rotary = None
         if model.positions == "rope":
             self.rotary = Rotary.build(
                 max_positions, model.head_width, model.rope_base, model.rope_interleaved, torch.device(device)
             )
-        self._table = holders(model, max_positions)
+        self.table = holders(model, max_positions)
         if initialise:
             self.initialise()
+
+    def _build_home(self, model: ModelConfig) -> None:
+        d, sharing = model.hidden_size, self.sharing
+        rows, config = padded_rows(model.vocabulary, sharing.size), megatron_config(model, sharing)
+        self.embedding = VocabParallelEmbedding(
+            rows, d, init_method=nn.init.zeros_, reduce_scatter_embeddings=sharing.by_position, config=config
+        )
+        if model.positions == "learned":
+            self.positions = nn.Embedding(self.max_positions, d)
+        self.prelude_block = Block(model, sharing, range(model.prelude_layers), 0)
+        self.injection = make_injection(model)
+        self.between = BETWEEN[model.between](model) if model.between in BETWEEN else None
+        self.coda_linear = nn.Linear(d, d, bias=False) if model.coda_linear else None
+        self.coda_block = Block(model, sharing, range(model.coda_layers), model.prelude_layers + model.core_layers)
+        self.readout = make_readout(model)
+        self.gate = nn.Linear(d, 1) if model.exit_gate != "none" else None
+        if not model.tied_head:
+            self.head = ColumnParallelLinear(d, rows, config=config, init_method=nn.init.zeros_, bias=False)
 
     # ---- weights under their global names
 
     def held(self) -> list[tuple[Holder, nn.Parameter]]:
-        """Every parameter with the global weights it holds."""
+        """Every parameter here with the global weights that it holds, or shares; the whole model's are in ``table``."""
         parameters = dict(self.named_parameters())
-        return [(holder, parameters[holder.parameter]) for holder in self._table]
+        return [(holder, parameters[holder.parameter]) for holder in self.table if holder.parameter in parameters]
+
+    def share(self, holder: Holder, weights: Mapping[str, Tensor]) -> Tensor:
+        """What this rank holds of global weights."""
+        return holder.join(weights, self.sharing.rank, self.sharing.size)
 
     @torch.no_grad()
     def initialise(self) -> None:
         for holder, parameter in self.held():
-            parameter.copy_(holder.join({w.name: initial(w, self.model, self.seed) for w in holder.weights}))
+            parameter.copy_(self.share(holder, {w.name: initial(w, self.model, self.seed) for w in holder.weights}))
 
     # ---- what the executor asks for
 
+    def state_shape(self, inputs: Inputs) -> tuple[int, int, int]:
+        """[S, B, d], S the positions held here."""
+        batch, length = inputs.tokens.shape
+        own = self.sharing.own_positions(length)
+        return own.stop - own.start, batch, self.model.hidden_size
+
     def prelude(self, inputs: Inputs) -> Feed:
         """(e if the initial state is e, what injection needs of e), either left out when unused; [S, B, d] fp32."""
-        h = self.embedding(inputs.tokens.t().contiguous()) * self.model.embedding_multiplier
+        tokens = inputs.tokens if self.sharing.by_position else inputs.tokens.t().contiguous()  # it turns them itself
+        h = self.embedding(tokens) * self.model.embedding_multiplier
         if self.model.positions == "learned":
-            h = h + self.positions.weight[: h.shape[0], None]
+            h = h + self.positions.weight[self.sharing.own_positions(inputs.tokens.shape[1]), None]
         if self.model.embedding_dropout and inputs.training:
             h = h * self._dropout(inputs)
         e = self._run(self.prelude_block, h, inputs)
@@ -102,11 +126,13 @@ class LoopedStage(nn.Module):
         return feed if self.injection is None else (*feed, self.injection.source(e))
 
     def visit(self, inputs: Inputs, feed: Feed, state: Tensor | None, visit: int) -> Tensor:
-        """The state after visit ``visit`` (1-based), from the one before it, or from none at the first."""
+        """The state as this stage leaves it in visit ``visit`` (1-based); home begins from the state after the visit before,
+        or from none at the first, the other stages go on with what the stage before them left."""
         before = self._initial_state(inputs, feed) if state is None else state
-        h = before if state is None else self._pass_on(inputs, before, visit)
-        if self.injection is not None:
-            h = self.injection(h, feed[-1])
+        h = before
+        if self.is_home:
+            h = before if state is None else self._pass_on(inputs, before, visit)
+            h = h if self.injection is None else self.injection(h, feed[-1])
         h = self._run(self.core_block, h, inputs)
         if inputs.first_visits is None:
             return h
@@ -118,8 +144,7 @@ class LoopedStage(nn.Module):
         if self.objective.kind in GATED:
             tokens, losses = self._gated(inputs, states, targets)
         else:
-            decoded = self.decode(inputs, states[exit.visit], exit.visit).flatten(0, 1).to(self.compute)
-            total, losses = linear_cross_entropy(decoded, self.head_weight, targets, self.loss_chunk)
+            total, losses = self._cross_entropy([self.decode(inputs, states[exit.visit], exit.visit)], targets)
             tokens = {"cross_entropy": exit.weight * total}
         sequences = self._scale_terms(inputs, states) if exit.scale_terms else {}
         return ExitLoss(tokens, sequences, losses)
@@ -148,12 +173,13 @@ class LoopedStage(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, d]."""
+        """[V, d], padded, or this rank's share of those rows."""
         return self.embedding.weight if self.model.tied_head else self.head.weight
 
     def logits(self, decoded: Tensor) -> Tensor:
-        """[S, B, d] to [S, B, V], fp32."""
-        return (decoded.to(self.compute) @ self.head_weight.to(self.compute).t()).float()
+        """[S, B, d] to [S, B, V], fp32, where one rank holds the whole head."""
+        weight = self.head_weight[: self.model.vocabulary]
+        return (decoded.to(self.compute) @ weight.to(self.compute).t()).float()
 
     # ---- parts
 
@@ -162,23 +188,33 @@ class LoopedStage(nn.Module):
         visits, scored, repeated = len(states), targets >= 0, targets.repeat(len(states))
         if self.objective.kind == "exit_gate_stage2":
             with torch.no_grad():
-                rows = torch.cat([self.decode(inputs, h, r).flatten(0, 1) for r, h in states.items()]).to(self.compute)
-                _, losses = linear_cross_entropy(rows, self.head_weight, repeated, self.loss_chunk)
+                _, losses = self._cross_entropy([self.decode(inputs, h, r) for r, h in states.items()], repeated)
             losses = losses.view(visits, -1)
-            logits = torch.stack([self.gate_logits(h).flatten() for h in states.values()])
-            return {"gate": (gates.continue_loss(logits, losses) * scored).sum()}, losses[-1]
-        rows = torch.cat([self.decode(inputs, h, r).flatten(0, 1) for r, h in states.items()]).to(self.compute)
-        logits = torch.stack([self.gate_logits(h).flatten() for h in states.values()])
-        log_p = gates.exit_log_probabilities(logits)
-        total, losses = linear_cross_entropy(rows, self.head_weight, repeated, self.loss_chunk, log_p.exp().flatten())
+            return {"gate": (gates.continue_loss(self._gates(states), losses) * scored).sum()}, losses[-1]
+        decoded = [self.decode(inputs, h, r) for r, h in states.items()]
+        log_p = gates.exit_log_probabilities(self._gates(states))
+        total, losses = self._cross_entropy(decoded, repeated, log_p.exp().flatten())
         spread = -self.objective.gate_entropy * (gates.entropy(log_p) * scored).sum()
         return {"cross_entropy": total, "gate_entropy": spread}, losses.view(visits, -1)[-1]
+
+    def _gates(self, states: Mapping[int, Tensor]) -> Tensor:
+        """log odds of leaving after each visit for every token of all positions, [visits, N]."""
+        return torch.stack([self.sharing.whole(self.gate_logits(h)).flatten() for h in states.values()])
+
+    def _cross_entropy(
+        self, decoded: Sequence[Tensor], targets: Tensor, row_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sum and losses of decoded states, one after the other; see :func:`linear_cross_entropy`."""
+        rows = torch.cat([self.sharing.enter(h).flatten(0, 1) for h in decoded]).to(self.compute)
+        share = self.sharing.vocabulary(len(self.head_weight), self.model.vocabulary)
+        return linear_cross_entropy(rows, self.head_weight, targets, self.loss_chunk, row_weights, share)
 
     def _scale_terms(self, inputs: Inputs, states: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Norm penalty and anchor, weighted, summed over sequences."""
         visits = torch.tensor(list(states), device=inputs.tokens.device)
         starts = torch.ones_like(inputs.samples) if inputs.first_visits is None else inputs.first_visits
-        squares = scale.mean_squares(torch.stack(list(states.values())), (visits[:, None] >= starts).float())
+        active, length = (visits[:, None] >= starts).float(), inputs.tokens.shape[1]
+        squares = self.sharing.total(scale.mean_squares(torch.stack(list(states.values())), active, length))
         terms = {
             "norm_penalty": self.objective.norm_penalty * squares.sum(),
             "anchor": self.objective.anchor * scale.anchor(squares, self.objective.anchor_target).sum(),
@@ -186,11 +222,11 @@ class LoopedStage(nn.Module):
         return {name: term for name, term in terms.items() if getattr(self.objective, name)}
 
     def _initial_state(self, inputs: Inputs, feed: Feed) -> Tensor:
-        kind, d = self.model.state_init, self.model.hidden_size
+        kind = self.model.state_init
         if kind == "embedding":
             return feed[0]
         if kind == "zero":
-            return torch.zeros(*inputs.tokens.t().shape, d, device=inputs.tokens.device)
+            return torch.zeros(self.state_shape(inputs), device=inputs.tokens.device)
         place = self._places(inputs)
         noise = truncated_normals(*place, cut=3.0) if kind == "truncated_normal" else normals(*place)
         return self.model.noise_std * noise
@@ -202,7 +238,8 @@ class LoopedStage(nn.Module):
 
     def _places(self, inputs: Inputs, purpose: str | None = None) -> tuple[tuple[int, int], Tensor, Tensor, int, int]:
         """Key and counters of one value per position, sample and channel."""
-        positions = torch.arange(inputs.tokens.shape[1], device=inputs.samples.device)
+        own = self.sharing.own_positions(inputs.tokens.shape[1])
+        positions = torch.arange(own.start, own.stop, device=inputs.samples.device)
         key = stream_key(self.seed, purpose or inputs.purpose)
         return key, positions[:, None], inputs.samples[None], inputs.step, self.model.hidden_size
 

@@ -9,11 +9,12 @@ V vocabulary, d width, n query heads, g key/value heads, c head width, f feed-fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loopscale.config.registry import INJECTIONS, READOUTS, find
@@ -21,39 +22,70 @@ from loopscale.config.tree import ModelConfig
 from loopscale.model.parameters import Init, Kind, Weight, norm_gain
 from loopscale.randomness import normals, stream_key, truncated_normals, uniforms
 
+VOCABULARY_MULTIPLE = 64
+"""Rows of an embedding or a head are held padded to a multiple of this: products of odd sizes are slow on GPUs."""
+
+
+def padded_rows(vocabulary: int, tensor_size: int) -> int:
+    """Rows that ``tensor_size`` ranks together hold of a vocabulary. Padding enters no result, and no checkpoint."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_size)
+    return -(-vocabulary // multiple) * multiple
+
 
 @dataclass(frozen=True)
 class Holder:
-    """A parameter of the stage's modules and the global weights it holds.
+    """A parameter of the stage's modules and the global weights it holds, or of each a tensor-parallel rank's share.
 
     ``fused``: "none"; "qkv", rows grouped by key/value head as [q of the group, k, v]; "gate_up", gate rows first.
+    ``padded``: rows follow behind the real ones, see :func:`padded_rows`.
     """
 
     parameter: str
     weights: tuple[Weight, ...]
     fused: Literal["none", "qkv", "gate_up"] = "none"
     groups: int = 1
+    padded: bool = False
 
-    def split(self, held: Tensor) -> dict[str, Tensor]:
-        """The global weights out of the held parameter (or a moment of its shape)."""
+    @property
+    def tensor_axis(self) -> int | None:
+        """The axis that tensor parallelism divides."""
+        return self.weights[0].tensor_axis
+
+    def split(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The global weights out of what all tensor-parallel ranks hold of the parameter, or of a moment of it."""
+        if self.tensor_axis is None:
+            return self._split(shares[0], 1)
+        parts = [self._split(share, len(shares)) for share in shares]
+        whole = {w.name: torch.cat([p[w.name] for p in parts], self.tensor_axis) for w in self.weights}
+        return {w.name: whole[w.name][: w.shape[0]] for w in self.weights}
+
+    def join(self, weights: Mapping[str, Tensor], rank: int = 0, size: int = 1) -> Tensor:
+        """The inverse of :meth:`split`: what rank ``rank`` of ``size`` holds."""
+        if self.tensor_axis is None:
+            rank, size = 0, 1
+        parts = [self._share(weights[w.name], rank, size) for w in self.weights]
+        if self.fused == "none":
+            return parts[0]
+        if self.fused == "gate_up":
+            return torch.cat(parts)
+        return torch.cat([p.unflatten(0, (self.groups // size, -1)) for p in parts], dim=1).flatten(0, 1)
+
+    def _share(self, weight: Tensor, rank: int, size: int) -> Tensor:
+        if self.padded:
+            weight = F.pad(weight, (0, 0, 0, padded_rows(len(weight), size) - len(weight)))
+        return weight if size == 1 else weight.chunk(size, self.tensor_axis or 0)[rank]
+
+    def _split(self, held: Tensor, size: int) -> dict[str, Tensor]:
+        """The shares of the global weights in the parameter of one of ``size`` ranks."""
         if self.fused == "none":
             parts: tuple[Tensor, ...] = (held,)
         elif self.fused == "gate_up":
             parts = held.chunk(2)
         else:
-            grouped = held.unflatten(0, (self.groups, -1))
+            grouped = held.unflatten(0, (self.groups // size, -1))
             rows = [w.shape[0] // self.groups for w in self.weights]
             parts = tuple(p.flatten(0, 1) for p in grouped.split(rows, dim=1))
         return {w.name: p.contiguous() for w, p in zip(self.weights, parts, strict=True)}
-
-    def join(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of :meth:`split`."""
-        parts = [weights[w.name] for w in self.weights]
-        if self.fused == "none":
-            return parts[0]
-        if self.fused == "gate_up":
-            return torch.cat(parts)
-        return torch.cat([p.unflatten(0, (self.groups, -1)) for p in parts], dim=1).flatten(0, 1)
 
 
 VALUE_GATE_CHANNELS = 32
@@ -63,7 +95,7 @@ VALUE_GATE_CHANNELS = 32
 def holders(model: ModelConfig, max_positions: int) -> list[Holder]:
     """All parameters of a model, in a fixed order."""
     d, v = model.hidden_size, model.vocabulary
-    table = [_single("embedding.weight", "embedding.tokens", (v, d), "embedding", "embedding", 0)]
+    table = [_vocabulary("embedding.weight", "embedding.tokens", (v, d), "embedding")]
     if model.positions == "learned":
         table.append(_single("positions.weight", "embedding.positions", (max_positions, d), "embedding", "embedding"))
     index, layers = 0, model.prelude_layers + model.core_layers + model.coda_layers
@@ -86,7 +118,7 @@ def holders(model: ModelConfig, max_positions: int) -> list[Holder]:
         table.append(_single("gate.weight", "gate.weight", (1, d), "uniform", "matrix"))
         table.append(_single("gate.bias", "gate.bias", (1,), "zeros", "bias"))
     if not model.tied_head:
-        table.append(_single("head.weight", "head", (v, d), "head", "embedding", 0))
+        table.append(_vocabulary("head.weight", "head", (v, d), "head"))
     return table
 
 
@@ -97,6 +129,10 @@ def has_value_embedding(index: int, layers: int) -> bool:
 
 def _single(parameter: str, name: str, shape: tuple[int, ...], init: Init, kind: Kind, axis: int | None = None) -> Holder:
     return Holder(parameter, (Weight(name, shape, init, kind, axis),))
+
+
+def _vocabulary(parameter: str, name: str, shape: tuple[int, ...], init: Init) -> Holder:
+    return Holder(parameter, (Weight(name, shape, init, "embedding", 0),), padded=True)
 
 
 def _layer(model: ModelConfig, module: str, name: str, with_values: bool) -> Iterator[Holder]:

@@ -7,7 +7,9 @@ recomputed; the memory is one chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +19,22 @@ IGNORED = -100
 """Target of a position that is not scored."""
 
 
+@dataclass(frozen=True)
+class VocabularyShare:
+    """The rows of the head that one of several ranks holds: row i is token ``first`` + i, if that is below ``size``, else
+    padding. ``reduce`` combines a tensor over the ranks, in place."""
+
+    first: int
+    size: int
+    reduce: Callable[[Tensor, Literal["max", "sum"]], None]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None,
+        share: VocabularyShare | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         needs_states, needs_weight = ctx.needs_input_grad[:2]
         compute_weight = weight.to(states.dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=states.device)
@@ -32,15 +45,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (states[part] @ compute_weight.t()).float()
             scored = (targets[part] != IGNORED)[:, None]
             index = targets[part].clamp(min=0)[:, None]
+            held = scored  # whether the target's logit is among these
+            if share is not None:
+                logits[:, max(share.size - share.first, 0) :] = float("-inf")
+                index = index - share.first
+                held = scored & (index >= 0) & (index < len(weight))
+                index = index.clamp(0, len(weight) - 1)
             top = logits.amax(dim=-1, keepdim=True)
             target_logit = logits.gather(1, index)
+            if share is not None:
+                share.reduce(top, "max")
+                target_logit = torch.where(held, target_logit, 0.0)
             exponentials = logits.sub_(top).exp_()
             total = exponentials.sum(dim=-1, keepdim=True)
+            if share is not None:
+                sums = torch.cat((total, target_logit))
+                share.reduce(sums, "sum")
+                total, target_logit = sums.chunk(2)
             losses[part] = ((total.log() + top - target_logit) * scored).squeeze(1)
             if d_states is None and d_weight is None:
                 continue
             d_logits = exponentials.mul_(scored / total)
-            d_logits.scatter_add_(1, index, -scored.to(d_logits.dtype))
+            d_logits.scatter_add_(1, index, -held.to(d_logits.dtype))
             if row_weights is not None:
                 d_logits.mul_(row_weights[part, None])
             d_logits = d_logits.to(states.dtype)
@@ -58,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_states, d_weight, losses = ctx.saved_tensors
         d_states = None if d_states is None else d_states.mul_(d_sum)
         d_weight = None if d_weight is None else d_weight.mul_(d_sum)
-        return d_states, d_weight, None, None, None if losses is None else losses * d_sum
+        return d_states, d_weight, None, None, None if losses is None else losses * d_sum, None
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -72,14 +98,18 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
 
 
 def linear_cross_entropy(
-    states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    states: Tensor, weight: Tensor, targets: Tensor, chunk: int, row_weights: Tensor | None = None,
+    share: VocabularyShare | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Σ over scored tokens of row_weight · (−log softmax(weight · state)[target]), in nats, and each token's loss.
 
     ``states`` [N, d] in the compute type, ``weight`` [V, d] fp32 (cast to the compute type here, so that its gradient
     is fp32), ``targets`` [N] int64 with :data:`IGNORED` where not scored; at most ``chunk`` rows of logits exist at
     once. ``row_weights`` [N] may carry gradient; unset, they are 1. Returns the sum (fp32 scalar with gradient) and
     the losses [N] before weighting (without gradient, 0 where not scored). The backward may run once.
+
+    With a ``share``, ``weight`` is what this rank has of the head; every rank gets the same sum and losses, and of the
+    gradient by ``states`` the part that its rows send back.
     """
-    total, losses = _LinearCrossEntropy.apply(states, weight, targets, chunk, row_weights)
+    total, losses = _LinearCrossEntropy.apply(states, weight, targets, chunk, row_weights, share)
     return total, losses

@@ -44,6 +44,11 @@ def exits(objective: ObjectiveConfig, depth: int, gradient_visits: int) -> tuple
     return (*early, Exit(depth, last, shares[-1], scale_terms))
 
 
+def carried_visits(objective: ObjectiveConfig, gradient_visits: int) -> int:
+    """Of the visits that losses see, those that gradient goes back through: none where the gate alone is trained."""
+    return 0 if objective.kind == "exit_gate_stage2" else gradient_visits
+
+
 def term_names(objective: ObjectiveConfig) -> tuple[str, ...]:
     """The parts of the objective, each reported on its own."""
     names = {"exit_gate": ("cross_entropy", "gate_entropy"), "exit_gate_stage2": ("gate",)}.get(

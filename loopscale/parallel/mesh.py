@@ -1,4 +1,8 @@
-"""Ranks and their groups: torch.distributed and Megatron's parallel_state, started once per process."""
+"""Ranks and their groups: torch.distributed and Megatron's parallel_state, started once per process.
+
+A replica is one whole model: ``stages`` of the ring, each on ``tensor_size`` ranks that share its layers. Replicas read
+different data.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,81 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from loopscale.config.tree import ParallelConfig
-from loopscale.errors import ClusterError, LoopscaleError, UsageError, describe_fault
+from loopscale.environment.megatron import run_on_cpu
+from loopscale.errors import ClusterError, ConfigError, LoopscaleError, Problem, UsageError, describe_fault
+from loopscale.parallel.ring.links import Links
+from loopscale.parallel.watch import Watch
 
 Result = TypeVar("Result")
+
+STARTING = timedelta(minutes=5)
+"""How long ranks wait for each other at the start, when some of them are still importing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What part of the model a rank holds: a stage's slice of the core (home, stage 0, has all that is not core too), and
+    of its layers the share of one tensor-parallel rank. By default the whole model."""
+
+    stage: int = 0
+    slices: tuple[int, ...] | None = None
+    """Core layers of each stage; None: one stage with all of them."""
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def is_home(self) -> bool:
+        return self.stage == 0
+
+    def core_layers(self, total: int) -> range:
+        """Numbers of the core layers held here."""
+        if self.slices is None:
+            return range(total)
+        first = sum(self.slices[: self.stage])
+        return range(first, first + self.slices[self.stage])
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands: its rank, its data-parallel place, and its device."""
+    """Where this process stands, its device, and how it talks to the ranks around it."""
 
     rank: int
     world: int
-    data_rank: int
-    data_size: int
     local_rank: int
     local_size: int
     device: torch.device
+    data_rank: int
+    data_size: int
+    stage: int
+    stages: int
+    tensor_rank: int
+    tensor_size: int
+    sequence_parallel: bool
+    links: Links
+    watch: Watch
 
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that logs."""
         return self.rank == 0
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this rank's stage holds what is not core: losses arise here."""
+        return self.stage == 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether this is the rank of its replica that reads data and reports losses."""
+        return self.is_home and self.tensor_rank == 0
+
+    def place(self, slices: tuple[int, ...]) -> Place:
+        """This rank's part of a model whose core is cut into ``slices``."""
+        return Place(self.stage, slices, self.tensor_rank, self.tensor_size, self.sequence_parallel)
 
 
 def world_from_environment() -> tuple[int, int]:
@@ -40,41 +96,93 @@ def world_from_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def replicas(parallel: ParallelConfig, world: int) -> int:
+    """Data-parallel replicas that ``world`` ranks make; raises :class:`ConfigError` when they do not divide."""
+    size = parallel.tensor * parallel.pipeline
+    if world % size:
+        sentence = f"{parallel.tensor} × parallel.pipeline {parallel.pipeline} does not divide {world} rank(s)"
+        raise ConfigError("layout", [Problem("parallel.tensor", sentence)])
+    return world // size
+
+
 def start(parallel: ParallelConfig) -> Mesh:
-    """Joins the process group and builds Megatron's groups; a second call in one process returns the same mesh.
+    """Joins the process group, builds Megatron's groups and the links to neighbouring stages.
 
     NCCL for tensors on a GPU, gloo for those on the CPU (the fp64 sums of a step). A single process needs no address:
-    its store lives in memory. Raises :class:`ClusterError` when the other ranks cannot be reached.
+    its store lives in memory. Raises :class:`ConfigError` when the layout does not fit the number of ranks and
+    :class:`ClusterError` when the other ranks cannot be reached.
     """
-    from megatron.core import parallel_state
-
     rank, world = world_from_environment()
+    replicas(parallel, world)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=parallel.timeout)
-        try:
-            if world == 1:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            else:
-                dist.init_process_group(backend, timeout=timeout)
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-            raise ClusterError(f"rank {rank} of {world} could not join the others at {where}: {error}") from error
+    elif parallel.tensor > 1:
+        run_on_cpu()
+    try:
+        return _start(parallel, rank, world, local_rank, local_size, device)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise ClusterError(f"rank {rank} of {world} could not join the others at {where}: {error}") from error
+
+
+def _start(parallel: ParallelConfig, rank: int, world: int, local_rank: int, local_size: int, device: torch.device) -> Mesh:
+    from megatron.core import parallel_state
+
+    timeout = timedelta(seconds=parallel.timeout)
+    store = _join(rank, world, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+        parallel_state.initialize_model_parallel(
+            parallel.tensor,
+            parallel.pipeline,
+            order=parallel.order,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=parallel.timeout / 60,  # it makes a timedelta of it
+        )
+    ring = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    stage, tensor_rank = ring.index(rank), parallel_state.get_tensor_model_parallel_rank()
+    role = f"stage {stage}" + (f", tensor rank {tensor_rank}" if parallel.tensor > 1 else "")
+    watch = Watch(store, rank, world, role)
     return Mesh(
         rank=rank,
         world=world,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
         local_rank=local_rank,
         local_size=local_size,
         device=device,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        stage=stage,
+        stages=len(ring),
+        tensor_rank=tensor_rank,
+        tensor_size=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+        links=Links(ring, rank, device, timeout, watch),
+        watch=watch,
     )
+
+
+def _join(rank: int, world: int, backend: str, timeout: timedelta) -> dist.Store:
+    """Joins the default process group, or finds it joined; returns a store that all its ranks see."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    store: dist.Store = dist.HashStore()
+    if world > 1:
+        store, _, _ = next(dist.rendezvous("env://", timeout=STARTING))
+        _wait_for_all(store, rank, world)
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return store
+
+
+def _wait_for_all(store: dist.Store, rank: int, world: int) -> None:
+    """Groups are made within the timeout of a run, but imports on a busy machine may keep a rank from arriving as long."""
+    store.set(f"here/{rank}", "")
+    try:
+        store.wait([f"here/{r}" for r in range(world)], STARTING)
+    except dist.DistError:
+        missing = [r for r in range(world) if not store.check([f"here/{r}"])]
+        raise ClusterError(f"ranks {missing} of {world} have not started within {STARTING.seconds} s") from None
 
 
 def is_lost_contact(error: RuntimeError) -> bool:
@@ -88,23 +196,82 @@ def on_main(action: Callable[[], Result]) -> Result:
 
     A fault of the file system is raised as :class:`UsageError` with the path and the reason.
     """
+    return _on_first(action, dist.group.WORLD)
+
+
+def on_reader(mesh: Mesh, action: Callable[[], Result]) -> Result:
+    """As :func:`on_main`, but on the reading rank of each replica, for the ranks of the replica."""
+    from megatron.core import parallel_state
+
+    return _on_first(action, parallel_state.get_model_parallel_group() if mesh.stages * mesh.tensor_size > 1 else None)
+
+
+def _on_first(action: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Runs ``action`` on the lowest rank of ``group``; None: on this rank alone."""
+    first = True if group is None else dist.get_rank(group) == 0
     answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    if first:
         try:
             answer[0] = action()
         except LoopscaleError as error:
             answer[1] = error
         except OSError as error:
             answer[1] = UsageError(describe_fault(error))
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(answer)
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(answer, group=group, group_src=0, device=torch.device("cpu"))
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(values: Tensor) -> Tensor:
     """Adds ``values`` over all ranks, in place; with one rank it costs nothing."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def sum_over_replicas(values: Tensor) -> Tensor:
+    """Adds ``values`` over the ranks that hold this rank's part of the model, in place."""
+    from megatron.core import parallel_state
+
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    return values
+
+
+def sum_over_replica(values: Tensor) -> Tensor:
+    """Adds ``values`` over the ranks that together hold one model, in place."""
+    from megatron.core import parallel_state
+
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, group=parallel_state.get_model_parallel_group())
+    return values
+
+
+def sum_over_tensor_ranks(values: Tensor) -> Tensor:
+    """Adds ``values`` over the ranks that share this rank's layers, in place."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        dist.all_reduce(values, group=parallel_state.get_tensor_model_parallel_group())
+    return values
+
+
+def gather_shares(share: Tensor) -> list[Tensor]:
+    """The shares of all ranks that share this rank's layers, in their order."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return [share]
+    shares = [torch.empty_like(share) for _ in range(size)]
+    dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return shares
+
+
+def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Every rank's ``value``, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found

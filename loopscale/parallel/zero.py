@@ -11,14 +11,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from loopscale.config.tree import OptimizerConfig
 from loopscale.environment.doctor import apex_has_kernels
+from loopscale.parallel.mesh import sum_over_replica, sum_over_tensor_ranks
 
 Moments = dict[str, dict[str, Tensor]]
 """{moment as the optimizer names it: {parameter name: whole tensor}}."""
@@ -30,13 +33,25 @@ class ZeroOptimizer:
     ``kinds`` names what each parameter is (see ``model/weights.py``): it decides on decay and, under Muon, on the
     optimizer. DeepSpeed averages gradients over data-parallel ranks, so a loss that is divided by the global number of
     tokens must be multiplied by the number of those ranks.
+
+    Of those ``divided`` each tensor-parallel rank has a share; the others are the same on all of these ranks and count
+    once in the norm. With ``partial`` each of these ranks has only a part of the others' gradient, which is added up first.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, str], config: OptimizerConfig, zero_stage: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Mapping[str, str],
+        config: OptimizerConfig,
+        zero_stage: int,
+        *,
+        divided: Collection[str] = (),
+        partial: bool = False,
     ):
-        self._parameters, self._clip, self._zero_stage = dict(parameters), config.clip, zero_stage
+        self._parameters, self._clip, self._zero_stage, self._partial = dict(parameters), config.clip, zero_stage, partial
         self._twins = {name: nn.Parameter(p.data) for name, p in self._parameters.items()}
+        for name, twin in self._twins.items():
+            twin.tensor_model_parallel = name in divided  # type: ignore[attr-defined]  # DeepSpeed's norm asks for it
         self._by_muon = {n for n in self._twins if config.name == "muon" and kinds[n] == "matrix"}
         self._optimizer = self._build(kinds, config)
         self._grad_norm = math.nan
@@ -53,6 +68,8 @@ class ZeroOptimizer:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["peak"]
+        if self._partial:
+            self._add_up_parts()
         for name, parameter in self._parameters.items():
             self._twins[name].grad, parameter.grad = parameter.grad, None
         self._engine.step()
@@ -154,11 +171,30 @@ class ZeroOptimizer:
         for name, parameter in self._parameters.items():
             parameter.data = self._twins[name].data
 
+    def _add_up_parts(self) -> None:
+        """Sums the gradients of parameters that are the same on all tensor-parallel ranks over these ranks."""
+        parts = [
+            self._parameters[name].grad
+            for name, twin in self._twins.items()
+            if not twin.tensor_model_parallel and self._parameters[name].grad is not None  # type: ignore[attr-defined]
+        ]
+        if parts:
+            whole = sum_over_tensor_ranks(_flatten_dense_tensors(parts))
+            for part, summed in zip(parts, _unflatten_dense_tensors(whole, parts), strict=True):
+                part.copy_(summed)  # type: ignore[union-attr]
+
     def _clip_reduced(self, *_: Any) -> None:
-        """ZeRO 0 leaves whole, reduced gradients in the twins; their norm is taken, and bounded, just before the update."""
+        """ZeRO 0 leaves reduced gradients in the twins; the norm of the whole model's is taken, and bounded, just before
+        the update."""
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
         twins = [t for t in self._twins.values() if t.grad is not None]
+        counted: list[Any] = [t.grad for t in twins if first or t.tensor_model_parallel]  # type: ignore[attr-defined]
+        square = torch.stack([g.square().sum(dtype=torch.float64) for g in counted]).sum() if counted else torch.zeros(())
+        square = sum_over_replica(square.to(twins[0].device, torch.float64))
+        self._grad_norm = float(square.sqrt())
         bound = math.inf if self._clip is None else self._clip
-        self._grad_norm = float(nn.utils.clip_grad_norm_(twins, bound))
+        if self._grad_norm > bound:
+            torch._foreach_mul_([t.grad for t in twins if t.grad is not None], bound / self._grad_norm)
 
 
 class _Both(torch.optim.Optimizer):
@@ -185,8 +221,6 @@ def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.o
 
 
 def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None) -> Any:
-    from megatron.core import parallel_state
-
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
     import deepspeed
@@ -203,28 +237,29 @@ def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, 
         "gradient_clipping": (clip or 0.0) if zero_stage else 0.0,
         "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": False},
     }
-    engine, *_ = deepspeed.initialize(
-        model=twins, optimizer=adam, mpu=_Groups(parallel_state), dist_init_required=False, config=settings
-    )
+    engine, *_ = deepspeed.initialize(model=twins, optimizer=adam, mpu=_Groups(), dist_init_required=False, config=settings)
     return engine
 
 
 class _Groups:
     """Megatron's groups under the names that DeepSpeed asks for."""
 
-    def __init__(self, parallel_state: Any):
-        self.get_model_parallel_world_size = parallel_state.get_tensor_model_parallel_world_size
-        self.get_model_parallel_rank = parallel_state.get_tensor_model_parallel_rank
-        self.get_model_parallel_group = parallel_state.get_model_parallel_group
-        self.get_tensor_model_parallel_world_size = parallel_state.get_tensor_model_parallel_world_size
-        self.get_tensor_model_parallel_rank = parallel_state.get_tensor_model_parallel_rank
-        self.get_tensor_model_parallel_group = parallel_state.get_tensor_model_parallel_group
-        self.get_pipeline_model_parallel_world_size = parallel_state.get_pipeline_model_parallel_world_size
-        self.get_pipeline_model_parallel_rank = parallel_state.get_pipeline_model_parallel_rank
-        self.get_pipeline_model_parallel_group = parallel_state.get_pipeline_model_parallel_group
-        self.get_data_parallel_group = parallel_state.get_data_parallel_group
-        self.get_data_parallel_rank = parallel_state.get_data_parallel_rank
-        self.get_data_parallel_world_size = parallel_state.get_data_parallel_world_size
+    get_model_parallel_group = staticmethod(parallel_state.get_model_parallel_group)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_pipeline_model_parallel_world_size = staticmethod(parallel_state.get_pipeline_model_parallel_world_size)
+    get_pipeline_model_parallel_rank = staticmethod(parallel_state.get_pipeline_model_parallel_rank)
+    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+
+    def get_model_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(parallel_state.get_model_parallel_group())
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(parallel_state.get_model_parallel_group())
 
     def get_sequence_parallel_world_size(self) -> int:
         return 1

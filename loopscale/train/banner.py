@@ -14,6 +14,7 @@ from loopscale.config import Batch, Config
 from loopscale.corpus.folder import Corpus
 from loopscale.depth import Prior
 from loopscale.model.flops import Counts
+from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh
 
 
@@ -28,6 +29,7 @@ class Setting:
     counts: Counts
     prior: Prior
     mesh: Mesh
+    ring: Ring
     compute: torch.dtype
 
 
@@ -53,9 +55,20 @@ def banner(run: Setting) -> list[str]:
         f"batch    {batch.global_batch} × {length} = {step_tokens:,} tokens a step · {batch.groups} depth groups · microbatch "
         f"{batch.microbatch} · {config.train.steps:,} steps = {quantity(total)} tokens ({total / train:.1f} epochs)",
         f"depth    {law}, backprop {gradient} · {model.inject} injection · {config.objective.kind} loss",
-        f"layout   {mesh.world} process{'es' * (mesh.world > 1)} · {mesh.device.type} {compute} · ZeRO-{config.parallel.zero}",
+        f"layout   {_layout(mesh, run.ring)} · {mesh.device.type} {compute} · ZeRO-{config.parallel.zero}",
         f"run      {run.folder} · {tracking} · checkpoint {every}, keep {config.checkpoint.keep}",
     ]
+
+
+def _layout(mesh: Mesh, ring: Ring) -> str:
+    """How many processes do what."""
+    if mesh.tensor_size * mesh.stages == 1:
+        return f"{mesh.world} process{'es' * (mesh.world > 1)}"
+    layout = f"{mesh.world} processes = TP {mesh.tensor_size} × PP {mesh.stages} × DP {mesh.data_size}"
+    layout += " · sequence parallel" * mesh.sequence_parallel
+    if mesh.stages == 1:
+        return layout
+    return f"{layout} · core layers {'|'.join(map(str, ring.slices))} · {ring.in_flight} microbatches in flight"
 
 
 def done_line(run: Setting, steps: int, elapsed: float, validation: dict[int, float], sequences: int) -> str:
@@ -74,7 +87,9 @@ def facts(run: Setting, matmul_rate: float | None) -> dict[str, Any]:
     corpus = run.corpus
     return {
         "layout": {
-            "processes": run.mesh.world, "data_parallel": run.mesh.data_size, "tensor_parallel": 1, "pipeline_stages": 1,
+            "processes": run.mesh.world, "data_parallel": run.mesh.data_size, "tensor_parallel": run.mesh.tensor_size,
+            "sequence_parallel": run.mesh.sequence_parallel, "pipeline_stages": run.mesh.stages,
+            "core_slices": list(run.ring.slices), "in_flight": run.ring.in_flight,
             "zero": run.config.parallel.zero, "device": run.mesh.device.type, "compute": str(run.compute),
             "microbatch": run.batch.microbatch,
         },

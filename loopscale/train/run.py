@@ -19,7 +19,6 @@ import torch
 from loopscale.checkpoint import commit, store
 from loopscale.checkpoint.restore import find, load_weights
 from loopscale.config import Batch, Config, Loaded, settle
-from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import StepBatch, batches, collate
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
@@ -30,12 +29,11 @@ from loopscale.errors import CheckpointError, ClusterError, ConfigError, Numeric
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
-from loopscale.model.stage import LoopedStage
+from loopscale.model.ring import Ring
 from loopscale.objective.supervision import GATED
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
-from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
 from loopscale.train.banner import Setting, banner, done_line, facts, quantity
@@ -70,19 +68,17 @@ def train(
         raise UsageError("--init starts a new run and --resume PATH goes on with one; give one of them")
     mesh = meshes.start(loaded.config.parallel)
     set_threads(loaded.config.train.threads, mesh.local_size)
-    run = Run(loaded, mesh, stem, resume, init)
     try:
-        with StopRequest() as stop:
+        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop:
             return run.go(stop, profile)
-    except RuntimeError as error:
-        if mesh.world > 1 and meshes.is_lost_contact(error):
-            raise ClusterError(
-                f"lost contact with another rank after step {run.progress.step}, so this one stops (parallel.timeout is "
-                f"{loaded.config.parallel.timeout} s); start again with --resume auto. The backend's words: {str(error)[:160]}"
-            ) from None
+    except Exception as error:
+        if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
+            sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
+            raise ClusterError(f"{sentence}; start again with --resume auto") from None
+        mesh.watch.last_words(f"rank {mesh.rank} stopped: {error}")
         raise
     finally:
-        run.close()
+        mesh.watch.close()
 
 
 class Run:
@@ -96,34 +92,27 @@ class Run:
         self.config = config = self._settled(loaded.config)
         self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
         self.counts = count(config.model, config.corpus.sequence_length)
+        self.ring = Ring.of(config, self.counts)
         self._check_memory()
         place = meshes.on_main(lambda: self._claimed(stem, resume))
         self.folder = place.folder
 
-        self.stage = LoopedStage(
-            config.model, config.corpus.sequence_length, seed=config.run.seed, objective=config.objective,
-            compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk, device=mesh.device,
-        )  # fmt: skip
-        trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
-        self.stage.requires_grad_(False)
-        for _, parameter in trained:
-            parameter.requires_grad_(True)
-        kinds = {h.parameter: h.weights[0].kind for h, _ in trained}
-        self.optimizer = ZeroOptimizer({h.parameter: p for h, p in trained}, kinds, config.optimizer, config.parallel.zero)
-        self.step = TrainStep(config, self.batch, self.stage, self.optimizer, mesh)
+        self.step = TrainStep(config, self.batch, self.ring, mesh)
+        self.stage, self.optimizer = self.step.stage, self.step.optimizer
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
         if place.checkpoint is not None:
             notes += snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
             self.progress = snapshot.restore(place.checkpoint, self.stage, self.optimizer)
         elif init is not None:
             load_weights(find(init), self.stage)
-            self.optimizer.load({h.parameter: p.data for h, p in trained}, {}, 0)
+            self.optimizer.load({h.parameter: p.data for h, p in self.step.trained}, {}, 0)
         self.started = time.monotonic() - self.progress.elapsed
         self.matmul_rate: float | None = None
         self._measure_matmul_rate()
         self.setting = Setting(
-            self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.stage.compute
-        )
+            self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.ring,
+            self.stage.compute,
+        )  # fmt: skip
         meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
 
     def close(self) -> None:
@@ -143,7 +132,8 @@ class Run:
                 validated = last or _due(progress.step + 1, config.validation.every)
                 logged = validated or _due(progress.step + 1, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
-                result = self.step(progress.step, batch, stop=stop.name is not None, observe=meter.observe if meter else None)
+                observe = meter.observe if meter is not None and self._sees_tokens else None
+                result = self.step(progress.step, batch, stop=stop.name is not None, observe=observe)
                 window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
                 self._count(result, batch)
                 profiled()
@@ -175,13 +165,24 @@ class Run:
         )
         return Outcome(self.folder, progress.step, True, validation)
 
+    @property
+    def _sees_tokens(self) -> bool:
+        """Whether states of tokens come by here that no other rank counts."""
+        return self.mesh.reads or (self.mesh.is_home and self.mesh.sequence_parallel)
+
     def _data(self) -> Generator[StepBatch, None, None]:
-        config = self.config.corpus
-        order = Order(len(self.corpus), self.config.run.seed, config.shuffle_block)
-        return batches(
-            self.corpus, order, self.batch, data_rank=self.mesh.data_rank, consumed=self.progress.consumed,
-            workers=config.workers, steps=self.config.train.steps - self.progress.step,
-        )  # fmt: skip
+        """Steps' data: one rank of a replica reads it, and hands it to the others."""
+        config, left = self.config.corpus, self.config.train.steps - self.progress.step
+        with contextlib.ExitStack() as stack:
+            if self.mesh.reads:
+                order = Order(len(self.corpus), self.config.run.seed, config.shuffle_block)
+                reader = batches(
+                    self.corpus, order, self.batch, data_rank=self.mesh.data_rank, consumed=self.progress.consumed,
+                    workers=config.workers, steps=left,
+                )  # fmt: skip
+                stack.enter_context(contextlib.closing(reader))
+            for _ in range(left):
+                yield meshes.on_reader(self.mesh, lambda: next(reader))
 
     def _count(self, result: StepResult, batch: StepBatch) -> None:
         """Advances the counters; a skipped step reads its samples too, and enough in a row end the run."""
@@ -213,12 +214,11 @@ class Run:
         wanted = min(config.validation.sequences, len(self.held_out))
         own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
         rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
+        self.mesh.watch.doing = "validating"
+        read = meshes.on_reader(self.mesh, lambda: [collate([self.held_out[i] for i in r], r) for r in rows])
         final = config.depth.evaluation_depth
-        inputs = (
-            Inputs.of(collate([self.held_out[i] for i in r], r), self.mesh.device, final_visit=final, purpose="evaluation")
-            for r in rows
-        )
-        losses, _ = loss_by_depth(self.stage, inputs, validation_depths(config), sum_over_ranks)
+        inputs = [Inputs.of(m, self.mesh.device, final_visit=final, purpose="evaluation") for m in read]
+        losses, _ = loss_by_depth(self.stage, self.ring, self.mesh, inputs, validation_depths(config), sum_over_ranks)
         return losses
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
@@ -308,7 +308,8 @@ class Run:
     def _check_memory(self) -> None:
         """Refuses a model whose parameters, gradients and optimizer state alone are more than a CPU rank's memory."""
         state = 5 if self.config.parallel.zero == 0 else 2 + 3 / self.mesh.data_size  # fp32 copies of the parameters
-        needed, free = 4 * self.counts.total * state * self.mesh.local_size, psutil.virtual_memory().available
+        share = self.counts.total / (self.mesh.tensor_size * self.mesh.stages)
+        needed, free = 4 * share * state * self.mesh.local_size, psutil.virtual_memory().available
         if self.mesh.device.type == "cpu" and needed > free:
             raise UsageError(
                 f"{quantity(self.counts.total)} parameters need {needed / 2**30:,.1f} GiB with gradients and optimizer state on "
@@ -361,17 +362,6 @@ class _Window:
         tokens = sum(g.tokens for g in result.groups)
         self.tokens += tokens
         self.flops += tokens * flops_per_token
-
-
-def _is_trained(objective: ObjectiveConfig, parameter: str) -> bool:
-    """Stage II of the exit gate trains the gate and freezes the language model."""
-    return objective.kind != "exit_gate_stage2" or parameter.startswith("gate.")
-
-
-def compute_type(config: Config, device: torch.device) -> torch.dtype:
-    """The type of the visits: bf16 on a GPU and fp32 on a CPU unless the configuration says."""
-    bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else torch.float32
 
 
 def validation_depths(config: Config) -> tuple[int, ...]:

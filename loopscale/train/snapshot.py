@@ -13,6 +13,7 @@ from loopscale.checkpoint.restore import set_weights
 from loopscale.config import Config
 from loopscale.errors import CheckpointError
 from loopscale.model.stage import LoopedStage
+from loopscale.parallel.mesh import gather_shares
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
 
@@ -36,14 +37,16 @@ class Progress:
 
 
 def tensors(stage: LoopedStage, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """Weights and moments as ``kind/global.name``, whole. A collective."""
+    """Weights and moments that this stage holds as ``kind/global.name``, whole. A collective."""
     moments, named = optimizer.moments(), dict[str, Tensor]()
     for holder, parameter in stage.held():
         held = {
             "weight": parameter.detach(),
-            **{m: own[holder.parameter] for m, own in moments.items() if holder.parameter in own},
+            **{m: of[holder.parameter] for m, of in moments.items() if holder.parameter in of},
         }
-        named.update({f"{kind}/{name}": part for kind, whole in held.items() for name, part in holder.split(whole).items()})
+        for kind, own in held.items():
+            shares = gather_shares(own) if holder.tensor_axis is not None else [own]
+            named.update({f"{kind}/{name}": whole for name, whole in holder.split(shares).items()})
     return named
 
 
@@ -53,9 +56,10 @@ def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer) -> P
     holders = {h.parameter: h for h, _ in stage.held()}
     kinds = {"weight": list(holders), **optimizer.moment_names()}
     wanted = {f"{k}/{w.name}": w.shape for k, names in kinds.items() for n in names for w in holders[n].weights}
-    loaded = store.load_tensors(checkpoint, wanted)
+    elsewhere = {f"{k}/{w.name}" for k in kinds for h in stage.table for w in h.weights} - wanted.keys()
+    loaded = store.load_tensors(checkpoint, wanted, elsewhere)
     joined = {
-        kind: {n: holders[n].join({w.name: loaded[f"{kind}/{w.name}"] for w in holders[n].weights}) for n in names}
+        kind: {n: stage.share(holders[n], {w.name: loaded[f"{kind}/{w.name}"] for w in holders[n].weights}) for n in names}
         for kind, names in kinds.items()
     }
     set_weights(stage, loaded)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from loopscale.config import Batch, Config
+from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import Microbatch, StepBatch
 from loopscale.depth import DepthLaw, draw_depths
+from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
+from loopscale.model.ring import Ring, work_of
 from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import exits, term_names
-from loopscale.parallel.mesh import Mesh, sum_over_ranks
+from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_ranks, sum_over_replicas
 from loopscale.parallel.ring.execute import Observer, Task, execute
-from loopscale.parallel.ring.plan import Plan, Work, plan
+from loopscale.parallel.ring.plan import Operation, Plan, Work
+from loopscale.parallel.watch import Watch
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train.schedule import share_of_peak
+
+KEPT_PLANS = 64
+"""Plans that are kept for steps of the same depths."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +70,57 @@ class StepResult:
 
 
 class TrainStep:
-    """Everything a step needs that outlives it."""
+    """Everything a step needs that outlives it: this rank's part of the model, its optimizer, and the ring's plans."""
 
-    def __init__(self, config: Config, batch: Batch, stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh):
-        self.config, self.batch, self.stage, self.optimizer, self.mesh = config, batch, stage, optimizer, mesh
+    def __init__(self, config: Config, batch: Batch, ring: Ring, mesh: Mesh):
+        self.config, self.batch, self.ring, self.mesh = config, batch, ring, mesh
+        self.stage = LoopedStage(
+            config.model, config.corpus.sequence_length, seed=config.run.seed, place=mesh.place(ring.slices),
+            objective=config.objective, compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk,
+            device=mesh.device,
+        )  # fmt: skip
+        self.trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
+        self.stage.requires_grad_(False)
+        for _, parameter in self.trained:
+            parameter.requires_grad_(True)
+        self.optimizer = ZeroOptimizer(
+            {h.parameter: p for h, p in self.trained},
+            {h.parameter: h.weights[0].kind for h, _ in self.trained},
+            config.optimizer,
+            config.parallel.zero,
+            divided={h.parameter for h, _ in self.trained if h.tensor_axis is not None and mesh.tensor_size > 1},
+            partial=mesh.sequence_parallel,
+        )
         self.law = DepthLaw(config.depth)
         self.term_names = term_names(config.objective)
-        self._plan = lru_cache(maxsize=64)(_one_stage_plan)
+        self._plans = Planner(ring)
+        self._compared = False
 
     def __call__(self, step: int, data: StepBatch, *, stop: bool = False, observe: Observer | None = None) -> StepResult:
         """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective."""
-        config, groups = self.config, self.batch.groups
-        prior = self.law.at(step / config.train.steps)
-        draws = draw_depths(prior, config.run.seed, step, self.batch.global_batch if config.depth.per_sequence else groups)
+        config, groups, mesh = self.config, self.batch.groups, self.mesh
+        mesh.watch.doing = f"adding up the tokens of step {step + 1}"
+        draws = self._draws(step)
         depths = [max(own) for own in self._by_group(draws)]
-        scored = sum_over_ranks(
+        scored = sum_over_replicas(
             torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
         )
         tasks = self._tasks(step, data, draws, depths, float(scored.sum()))
         work = tuple(t.work for t in tasks)
-        outcomes = execute(self._plan(work), self.stage, tasks, recompute=config.train.recompute == "visit", observe=observe)
+        plan = self._plans.get(work)
+        self._compare(plan)
+        if step + 1 < config.train.steps:
+            self._plans.prepare(self._work(step + 1))
+        outcomes = execute(
+            plan, self.stage, tasks, mesh.links,
+            recompute=config.train.recompute == "visit", observe=observe, tell=partial(_tell, mesh.watch, step + 1),
+        )  # fmt: skip
 
+        mesh.watch.doing = f"adding up losses and gradients of step {step + 1}"
         last_exit, terms = torch.zeros(groups, dtype=torch.float64), torch.zeros(len(self.term_names), dtype=torch.float64)
-        for i, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
+        for i, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True) if mesh.reads else ()):
             last_exit[i // self.batch.microbatches_per_group] += outcome.losses[task.depth].double().sum().cpu()
-            terms += torch.stack([outcome.terms[name].double().cpu() for name in self.term_names]) / self.mesh.data_size
+            terms += torch.stack([outcome.terms[name].double().cpu() for name in self.term_names]) / mesh.data_size
         bad = not torch.isfinite(terms).all() or not self._gradients_finite()
         sums = sum_over_ranks(torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64))))
         last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
@@ -105,6 +139,27 @@ class TrainStep:
             stop_ranks=int(stop_ranks),
         )
 
+    def _draws(self, step: int) -> tuple[int, ...]:
+        """Depths of a step: one per group, or one per sequence of the global batch."""
+        prior = self.law.at(step / self.config.train.steps)
+        count = self.batch.global_batch if self.config.depth.per_sequence else self.batch.groups
+        return draw_depths(prior, self.config.run.seed, step, count)
+
+    def _work(self, step: int) -> tuple[Work, ...]:
+        """Work of this replica's microbatches at a step, before its data is there."""
+        depths = [max(own) for own in self._by_group(self._draws(step))]
+        return tuple(work_of(self.config, r) for r in depths for _ in range(self.batch.microbatches_per_group))
+
+    def _compare(self, plan: Plan) -> None:
+        """Before the first step the ranks of a replica make sure that they follow one plan: else they would wait for ever."""
+        if not self._compared and self.mesh.stages * self.mesh.tensor_size > 1:
+            digests = gather_objects(plan.digest())
+            mine = [rank for rank, digest in enumerate(digests) if digest == digests[0]]
+            if len(mine) < len(digests):
+                others = sorted(set(range(len(digests))) - set(mine))
+                raise ClusterError(f"ranks {others} plan another step than rank 0: their configuration or code differs")
+        self._compared = True
+
     def _by_group(self, draws: Sequence[int]) -> list[Sequence[int]]:
         """Draws of each group: one, or one per sequence."""
         size = len(draws) // self.batch.groups
@@ -116,13 +171,13 @@ class TrainStep:
         """Loss is divided by the globally scored tokens before backward; DeepSpeed's averaging over ranks is undone."""
         tasks = []
         for depth, group in zip(depths, data.groups, strict=True):
-            b = self.config.depth.gradient_visits(depth)
-            supervision = exits(self.config.objective, depth, b)
+            work = work_of(self.config, depth)
+            supervision = exits(self.config.objective, depth, self.config.depth.gradient_visits(depth))
             token_scale, sequence_scale = self.mesh.data_size / max(scored, 1.0), self.mesh.data_size / self.batch.global_batch
             for microbatch in group:
                 starts = self._first_visits(microbatch, data.first, draws, depth)
                 inputs = Inputs.of(microbatch, self.mesh.device, final_visit=depth, step=step, first_visits=starts)
-                tasks.append(Task(inputs, depth, b, supervision, token_scale, sequence_scale))
+                tasks.append(Task(inputs, depth, work.gradient_visits, supervision, token_scale, sequence_scale))
         return tasks
 
     def _first_visits(self, microbatch: Microbatch, first: int, draws: Sequence[int], depth: int) -> Tensor | None:
@@ -136,5 +191,39 @@ class TrainStep:
         return bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients)).sum()))
 
 
-def _one_stage_plan(work: tuple[Work, ...]) -> Plan:
-    return plan(1, work, in_flight=1)
+def _is_trained(objective: ObjectiveConfig, parameter: str) -> bool:
+    """Stage II of the exit gate trains the gate and freezes the language model."""
+    return objective.kind != "exit_gate_stage2" or parameter.startswith("gate.")
+
+
+def compute_type(config: Config, device: torch.device) -> torch.dtype:
+    """The type of the visits: bf16 on a GPU and fp32 on a CPU unless the configuration says."""
+    bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+class Planner:
+    """Plans of a ring, each made once; the next step's is made by a thread while this step computes."""
+
+    def __init__(self, ring: Ring):
+        self._ring = ring
+        self._thread = ThreadPoolExecutor(1)
+        self._plans: dict[tuple[Work, ...], Future[Plan]] = {}
+
+    def prepare(self, work: tuple[Work, ...]) -> None:
+        """Begins to plan ``work`` unless that was done before."""
+        if work not in self._plans:
+            while len(self._plans) >= KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[work] = self._thread.submit(self._ring.plan, work)
+
+    def get(self, work: tuple[Work, ...]) -> Plan:
+        """The plan of ``work``."""
+        self.prepare(work)
+        return self._plans[work].result()
+
+
+def _tell(watch: Watch, step: int, operation: Operation) -> None:
+    kind = operation.kind.replace("_", " ")
+    of = f"{kind} {operation.visit}" if operation.visit else kind
+    watch.doing = f"running {of} of microbatch {operation.microbatch} of step {step}"

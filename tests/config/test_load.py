@@ -23,7 +23,7 @@ WRONG = {
     "below its bound": ("optimizer: {lr: 0}", "optimizer.lr", "is 0, must be a number, above 0"),
     "above its bound": ("optimizer: {warmup: 1.5}", "optimizer.warmup", "is 1.5, must be a number, at least 0, at most 1"),
     "misspelt choice": ("model: {inject: orto}", "model.inject", "is 'orto', must be one of none, add, huginn_linear, diagonal, parcae, ortho; did you mean ortho?"),
-    "unoffered stage": ("parallel: {zero: 3}", "parallel.zero", "is 3, must be one of 0, 1"),
+    "unoffered stage": ("parallel: {zero: 3}", "parallel.zero", "3 would gather the shared weights again at every visit; use 0 or 1"),
     "a section that is a number": ("model: 5", "model", "is 5, must be a section of keys"),
     "a list that is too long": ("optimizer: {betas: [0.9, 0.95, 0.99]}", "optimizer.betas", "must be a list of 2"),
     "heads do not divide": ("model: {heads: 5}", "model.heads", "5 does not divide model.hidden_size 128; give model.head_dim"),
@@ -42,7 +42,7 @@ WRONG = {
     "a microbatch across groups": (
         "batch: {microbatch: 8}\ndepth: {groups: 4}", "batch.microbatch", "1 data-parallel ranks × microbatch 8 must divide the depth group of 4",
     ),
-    "more stages than there are": ("parallel: {pipeline: 4}", "parallel.pipeline", "is 4; this version trains with 1"),
+    "more stages than there are": ("parallel: {pipeline: 4}", "parallel.pipeline", "4 stages need at least 3 core layers beside the home stage; model.core_layers is 2. Use 1 to 3"),
     "a remote corpus without cache": ("corpus: {path: 's3://bucket/corpus'}", "corpus.cache", "must name a local folder"),
     "a schedule longer than the run": ("optimizer: {warmup: 0.6, decay_share: 0.6}", "optimizer.decay_share", "together exceed the whole run"),
     "a mean beyond the cap": ("depth: {mean: 80}", "depth.mean", "is 80, above depth.cap 64"),

@@ -14,8 +14,9 @@ from loopscale.config import Config, from_values
 from loopscale.config.tree import ModelConfig, ObjectiveConfig
 from loopscale.errors import ConfigError
 from loopscale.model.inputs import Inputs
-from loopscale.objective.supervision import exits
+from loopscale.objective.supervision import carried_visits, exits
 from loopscale.parallel.ring.execute import Task, execute
+from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import plan
 from loopscale.randomness import normals, stream_key, truncated_normals, uniforms
 from tests import reference
@@ -110,8 +111,8 @@ def expected_loss(weights, stage, inputs, starts, objective: ObjectiveConfig, de
 
 def run(stage, inputs: Inputs, objective: ObjectiveConfig, depth: int, b: int):
     valid = int((inputs.targets != -100).sum())
-    task = Task(inputs, depth, b, exits(objective, depth, b), 1 / valid, 1 / BATCH)
-    return execute(plan(1, [task.work], in_flight=1), stage, [task])[0]
+    task = Task(inputs, depth, carried_visits(objective, b), exits(objective, depth, b), 1 / valid, 1 / BATCH)
+    return execute(plan(1, [task.work], in_flight=1), stage, [task], Links.alone())[0]
 
 
 def fits(family: str, objective: str, depth: int, b: int) -> bool:
@@ -141,7 +142,7 @@ def test_loss_and_every_gradient_agree_with_the_reference(mesh, family, objectiv
     expected.backward()
     assert sum(t.item() for t in outcome.terms.values()) == pytest.approx(expected.item(), rel=TOLERANCE, abs=1e-9)
     for holder, parameter in stage.held():
-        for name, gradient in holder.split(_or_zeros(parameter)).items():
+        for name, gradient in holder.split([_or_zeros(parameter)]).items():
             wanted = _or_zeros(weights[name])
             assert relative(gradient, wanted) <= TOLERANCE or gradient.norm() + wanted.norm() < 1e-9, name
 
@@ -163,7 +164,7 @@ def test_per_sequence_depths_give_the_gradients_of_each_sequence_alone(mesh, fam
     found = {holder.parameter: parameter.grad.clone() for holder, parameter in stage.held()}
     expected_loss(weights, stage, together, starts, config, 5, 5, first).backward()
     for holder, _ in stage.held():
-        for name, gradient in holder.split(found[holder.parameter]).items():
+        for name, gradient in holder.split([found[holder.parameter]]).items():
             assert relative(gradient, weights[name].grad) <= TOLERANCE, name
 
     stage.zero_grad()
@@ -179,7 +180,7 @@ def test_per_sequence_depths_give_the_gradients_of_each_sequence_alone(mesh, fam
             final_visit=depth,
         )
         task = Task(part, depth, depth, exits(config, depth, depth), 1 / valid, 1 / BATCH)
-        execute(plan(1, [task.work], in_flight=1), stage, [task])
+        execute(plan(1, [task.work], in_flight=1), stage, [task], Links.alone())
     for holder, parameter in stage.held():
         assert relative(found[holder.parameter], parameter.grad.double()) <= TOLERANCE, holder.parameter
 

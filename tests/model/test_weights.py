@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loopscale.config.tree import ModelConfig
 from loopscale.model.flops import count, training_flops
-from loopscale.model.weights import holders, initial
+from loopscale.model.weights import holders, initial, padded_rows
 from loopscale.parallel.ring.plan import Work
 
 
@@ -21,16 +21,37 @@ def test_fused_holders_split_and_join_without_loss(groups, per_group, width):
     for holder in holders(model, 16):
         rows = sum(w.shape[0] for w in holder.weights)
         held = torch.arange(rows * math.prod(holder.weights[0].shape[1:])).view(rows, *holder.weights[0].shape[1:])
-        parts = holder.split(held)
+        parts = holder.split([held])
         assert {n: tuple(p.shape) for n, p in parts.items()} == {w.name: w.shape for w in holder.weights}
-        assert torch.equal(holder.join(parts), held)
+        assert torch.equal(holder.join(parts)[:rows], held)
+
+
+@given(tensor_size=st.sampled_from([1, 2, 3, 4]), groups=st.integers(1, 2), per_group=st.integers(1, 3))
+def test_shares_of_tensor_parallel_ranks_join_to_the_whole(tensor_size, groups, per_group):
+    kv = groups * tensor_size
+    model = ModelConfig(
+        vocab_size=101, hidden_size=32, heads=kv * per_group, kv_heads=kv, head_dim=2, ffn_size=6 * tensor_size,
+        value_embeddings=True, qk_bias=True, tied_head=False,
+    )  # fmt: skip
+    for holder in holders(model, 16):
+        whole = {w.name: torch.arange(math.prod(w.shape)).view(w.shape) for w in holder.weights}
+        shares = [holder.join(whole, rank, tensor_size) for rank in range(tensor_size)]
+        assert len({share.shape for share in shares}) == 1
+        for name, part in holder.split(shares).items():
+            assert torch.equal(part, whole[name])
+
+
+def test_rows_are_padded_alike_for_every_usual_number_of_ranks():
+    assert [padded_rows(101, size) for size in (1, 2, 4, 8)] == [128] * 4
+    assert padded_rows(8000, 1) == 8000
+    assert padded_rows(64, 5) == 320
 
 
 def test_qkv_rows_are_grouped_as_megatron_has_them():
     model = ModelConfig(vocab_size=11, hidden_size=1, heads=4, kv_heads=2, head_dim=1, ffn_size=2)
     qkv = next(h for h in holders(model, 4) if h.fused == "qkv")
     held = torch.tensor([[0.0], [1.0], [10.0], [20.0], [2.0], [3.0], [11.0], [21.0]])  # q0 q1 k0 v0 | q2 q3 k1 v1
-    parts = [p.flatten().tolist() for p in qkv.split(held).values()]
+    parts = [p.flatten().tolist() for p in qkv.split([held]).values()]
     assert parts == [[0, 1, 2, 3], [10, 11], [20, 21]]
 
 

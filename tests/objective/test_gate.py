@@ -52,16 +52,18 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x: gate.continue_loss(x, losses), (logits,))
     states = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).requires_grad_()
     active = torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 1]], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda h: scale.mean_squares(h, active), (states,))
-    assert torch.autograd.gradcheck(lambda h: scale.anchor(scale.mean_squares(h, active), 1.0), (states,))
+    assert torch.autograd.gradcheck(lambda h: scale.mean_squares(h, active, 3), (states,))
+    assert torch.autograd.gradcheck(lambda h: scale.anchor(scale.mean_squares(h, active, 3), 1.0), (states,))
 
 
 def test_penalty_is_the_mean_square():
     states = torch.randn(3, 7, 2, 5, generator=torch.Generator().manual_seed(5))
-    squares = scale.mean_squares(states, torch.ones(3, 2))
+    squares = scale.mean_squares(states, torch.ones(3, 2), 7)
     assert squares.mean().item() == pytest.approx(states.square().mean().item(), rel=1e-6)
-    late = scale.mean_squares(states, torch.tensor([[0.0, 1], [1, 1], [1, 1]]))
+    late = scale.mean_squares(states, torch.tensor([[0.0, 1], [1, 1], [1, 1]]), 7)
     assert late[0].item() == pytest.approx(states[1:, :, 0].square().mean().item(), rel=1e-6)
+    parts = [scale.mean_squares(states[:, own], torch.ones(3, 2), 7) for own in (slice(0, 3), slice(3, 7))]
+    torch.testing.assert_close(parts[0] + parts[1], squares)
     assert scale.anchor(squares, 1.0)[1].item() == pytest.approx(
         (states[:, :, 1].square().mean().sqrt().item() - 1) ** 2, rel=1e-5
     )

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from loopscale.config.tree import OptimizerConfig, ParallelConfig
-from loopscale.parallel import mesh as meshes
+from loopscale.config.tree import OptimizerConfig
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, no_decay=("norm",), clip=1.0)
 KINDS = {"matrix": "matrix", "gain": "norm", "other": "embedding"}
@@ -27,11 +22,10 @@ def gradients(step: int, ranks: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for _ in range(ranks)]
 
 
-def compare(zero_stage: int, reload_at: int | None = None) -> None:
+def compare(mesh, zero_stage: int, reload_at: int | None = None) -> None:
     """Eight steps of changing rate; the averaged gradients are clipped; optionally a new optimizer takes over midway."""
     from loopscale.parallel.zero import ZeroOptimizer
 
-    mesh = meshes.start(ParallelConfig())
     ours, plain = parameters(), parameters()
     zero = ZeroOptimizer(ours, KINDS, CONFIG, zero_stage)
     groups = [
@@ -41,9 +35,9 @@ def compare(zero_stage: int, reload_at: int | None = None) -> None:
     adam = torch.optim.AdamW(groups, betas=CONFIG.betas, eps=CONFIG.eps)
     for step in range(8):
         lr = 1e-2 * (1 + step % 3)
-        drawn = gradients(step, mesh.world)
+        drawn = gradients(step, mesh.data_size)
         for name, parameter in ours.items():
-            parameter.grad = drawn[mesh.rank][name].clone()
+            parameter.grad = drawn[mesh.data_rank][name].clone()
             plain[name].grad = torch.stack([d[name] for d in drawn]).mean(0)
         for group in adam.param_groups:
             group["lr"] = lr
@@ -67,14 +61,13 @@ def compare(zero_stage: int, reload_at: int | None = None) -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("reload_at", [None, 3])
 def test_one_rank(mesh, zero_stage, reload_at):
-    compare(zero_stage, reload_at)
+    compare(mesh, zero_stage, reload_at)
 
 
 @pytest.mark.ranks
-def test_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_two_ranks(ranks, zero_stage):
+    ranks.run(compare, 2, zero_stage, reload_at=3)
 
 
 def test_muon_steps_matrices_and_adamw_the_rest(mesh):
@@ -111,9 +104,3 @@ def test_moments_before_the_first_step_are_zeros(mesh):
 
     moments = ZeroOptimizer(parameters(), KINDS, CONFIG, 1).moments()
     assert all(t.abs().sum() == 0 for held in moments.values() for t in held.values())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for stage in (0, 1):
-        compare(stage, reload_at=3)

@@ -4,6 +4,8 @@ Every visit is its own backward segment: it starts from the gradient that arrive
 own exit, and ends at the state it was given. So the memory of a visit is freed as soon as its backward has run, and
 the shared weights collect the gradients of all visits in fp32. What injection needs of the input (the feed) is a leaf
 per microbatch; when its last visit is done, the sum goes through the prelude once.
+
+One stage runs the same plan as many: what it would send to a neighbour it hands to itself.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from loopscale.objective.supervision import Exit
+from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import Kind, Operation, Plan, Work
 
 InputsT = TypeVar("InputsT")
@@ -25,13 +28,17 @@ Feed = tuple[Tensor, ...]
 
 
 class Stage(Protocol[StageInputs]):
-    """What the executor asks of a model. S positions, B sequences, d width."""
+    """What the executor asks of a model's stage. S positions (those held here), B sequences, d width. The home stage alone
+    is asked for prelude and exits; behind it a visit's feed is empty and its state never None."""
+
+    def state_shape(self, inputs: StageInputs) -> Sequence[int]:
+        """[S, B, d]."""
 
     def prelude(self, inputs: StageInputs) -> Feed:
         """The feed, with its graph."""
 
     def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None, visit: int) -> Tensor:
-        """The state [S, B, d] after visit ``visit``; ``state`` is None at the first."""
+        """The state [S, B, d] as this stage leaves it in visit ``visit``; home's ``state`` is None at the first."""
 
     def exit(self, inputs: StageInputs, exit: Exit, states: Mapping[int, Tensor]) -> ExitLoss:
         """The exit's losses, of the states after ``exit.visits``."""
@@ -84,70 +91,101 @@ def execute(
     plan: Plan,
     stage: Stage[InputsT],
     tasks: Sequence[Task[InputsT]],
+    links: Links,
     *,
     recompute: bool = False,
-    forward_only: bool = False,
     observe: Observer | None = None,
+    tell: Callable[[Operation], None] | None = None,
 ) -> list[Outcome]:
-    """Runs ``plan`` and leaves the gradients of the objective in the stage's parameters.
+    """Runs ``plan`` on the stage of ``links`` and leaves the gradients of the objective in the stage's parameters.
 
-    With ``recompute`` a visit keeps only its input and runs again just before its backward.
+    With ``recompute`` a visit keeps only its input and runs again just before its backward. Outcomes arise on the home
+    stage and are empty elsewhere; ``observe`` is called there. ``tell`` hears of every operation before it runs.
     """
-    run = _Run(stage, tasks, recompute, forward_only, observe)
-    for operation in plan.operations[0]:
+    run = _Run(plan, stage, tasks, links, recompute, observe)
+    links.open(plan, lambda m: stage.state_shape(tasks[m].inputs))
+    for operation in plan.operations[links.stage]:
+        if tell is not None:
+            tell(operation)
         run.perform(operation)
+    links.close()
     return run.outcomes
 
 
 class _Run(Generic[InputsT]):
     def __init__(
-        self, stage: Stage[InputsT], tasks: Sequence[Task[InputsT]], recompute: bool, forward_only: bool, observe: Observer | None
-    ):
-        self.stage, self.tasks, self.recompute, self.forward_only, self.observe = stage, tasks, recompute, forward_only, observe
+        self, plan: Plan, stage: Stage[InputsT], tasks: Sequence[Task[InputsT]], links: Links, recompute: bool,
+        observe: Observer | None,
+    ):  # fmt: skip
+        self.plan, self.stage, self.tasks, self.links = plan, stage, tasks, links
+        self.recompute, self.forward_only, self.observe = recompute, plan.forward_only, observe
+        self.is_home = links.stage == 0
         self.outcomes = [Outcome({}, {}) for _ in tasks]
         self.exits = [{e.visit: e for e in task.exits} for task in tasks]
-        self.feeds: dict[int, tuple[Feed, Feed]] = {}  # with graph, and as leaves
-        self.states: dict[int, Tensor] = {}  # after the last visit; its exit runs before the next one
-        self.gathered: dict[int, dict[int, Tensor]] = {}  # earlier states that a later exit needs
+        self.feeds: dict[int, tuple[Feed, Feed]] = {}  # home's: with graph, and as leaves
+        self.states: dict[int, Tensor] = {}  # home's: after the last visit that came home
+        self.gathered: dict[int, dict[int, Tensor]] = {}  # home's: earlier states that a later exit needs
         self.segments: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}  # a visit's input leaf and output
-        self.gradients: dict[tuple[int, int], Tensor] = {}  # of the state after a visit
+        self.gradients: dict[tuple[int, int], Tensor] = {}  # home's: by the state after a visit, as far as it is known
 
     def perform(self, operation: Operation) -> None:
+        needed = self.plan.needs(self.links.stage, operation)
+        arrived = None if needed is None else self.links.take(needed)
+        _, m, r = operation
         match operation.kind:
             case Kind.PRELUDE:
-                self.prelude(operation.microbatch)
+                self.prelude(m)
             case Kind.VISIT:
-                self.visit(operation.microbatch, operation.visit)
+                if self.is_home and arrived is not None:
+                    self.come_home(m, r - 1, arrived)
+                self.visit(operation, self.states.get(m) if self.is_home else arrived)
             case Kind.EXIT:
-                self.exit(operation.microbatch, operation.visit)
+                assert arrived is not None
+                self.come_home(m, r, arrived)
+                self.exit(operation)
             case Kind.VISIT_BACKWARD:
-                self.visit_backward(operation.microbatch, operation.visit)
+                assert arrived is not None
+                self.visit_backward(operation, arrived)
             case Kind.PRELUDE_BACKWARD:
-                self.prelude_backward(operation.microbatch)
+                self.prelude_backward(m)
+
+    def release(self, operation: Operation, tensor: Tensor) -> None:
+        """Sends what ``operation`` has made ready, if the plan says that something is."""
+        message = self.plan.releases(self.links.stage, operation)
+        if message is not None:
+            self.links.send(message, tensor)
 
     def prelude(self, m: int) -> None:
         with torch.set_grad_enabled(not self.forward_only):
             feed = self.stage.prelude(self.tasks[m].inputs)
         self.feeds[m] = feed, tuple(t.detach().requires_grad_(t.requires_grad) for t in feed)
 
-    def visit(self, m: int, r: int) -> None:
-        task, before = self.tasks[m], self.states.get(m)
+    def come_home(self, m: int, r: int, state: Tensor) -> None:
+        """Home takes in the state after visit ``r``."""
+        if self.observe is not None:
+            self.observe(m, r, self.states.get(m), state)
+        self.states[m] = state
+        if any(r in e.visits for e in self.tasks[m].exits if e.visit > r):
+            self.gathered.setdefault(m, {})[r] = state
+
+    def visit(self, operation: Operation, before: Tensor | None) -> None:
+        _, m, r = operation
+        task = self.tasks[m]
         first = task.depth - task.gradient_visits + 1
         differentiated = r >= first and not self.forward_only
-        leaf = None if before is None else before.detach().requires_grad_(differentiated and r > first)
+        leaf = None
+        if before is not None:  # the first visit with gradient ends at home's input, and passes it to home from behind
+            leaf = before.detach().requires_grad_(differentiated and (r > first or not self.is_home))
         with torch.set_grad_enabled(differentiated and not self.recompute):
-            after = self.stage.visit(task.inputs, self.feeds[m][1], leaf, r)
+            after = self.stage.visit(task.inputs, self.feed(m), leaf, r)
         if differentiated:
             self.segments[m, r] = leaf, None if self.recompute else after
-        self.states[m] = after.detach()
-        if self.observe is not None:
-            self.observe(m, r, before, self.states[m])
-        if any(r in e.visits for e in task.exits if e.visit > r):
-            self.gathered.setdefault(m, {})[r] = self.states[m]
-        if self.forward_only and r == task.depth:
+        self.release(operation, after.detach())
+        if self.is_home and self.forward_only and r == task.depth:
             del self.feeds[m]
 
-    def exit(self, m: int, r: int) -> None:
+    def exit(self, operation: Operation) -> None:
+        _, m, r = operation
         task, exit, outcome = self.tasks[m], self.exits[m][r], self.outcomes[m]
         held = {**self.gathered.get(m, {}), r: self.states[m]}
         states = {v: held[v].detach().requires_grad_(not self.forward_only) for v in exit.visits}
@@ -166,23 +204,29 @@ class _Run(Generic[InputsT]):
         if r == task.depth:
             del self.states[m]
             self.gathered.pop(m, None)
+            if task.gradient_visits and not self.forward_only:
+                self.release(operation, self.gradients.pop((m, r)))
 
-    def visit_backward(self, m: int, r: int) -> None:
-        (leaf, after), gradient = self.segments.pop((m, r)), self.gradients.pop((m, r), None)
-        if gradient is None:  # nothing that is trained lies behind this state: stage II of the exit gate
-            return
+    def visit_backward(self, operation: Operation, gradient: Tensor) -> None:
+        _, m, r = operation
+        leaf, after = self.segments.pop((m, r))
         if after is None:
             with torch.enable_grad():
-                after = self.stage.visit(self.tasks[m].inputs, self.feeds[m][1], leaf, r)
+                after = self.stage.visit(self.tasks[m].inputs, self.feed(m), leaf, r)
         after.backward(gradient)  # type: ignore[no-untyped-call]
         if leaf is not None and leaf.grad is not None:
-            self.collect(m, r - 1, leaf.grad)
+            if self.is_home:
+                self.collect(m, r - 1, leaf.grad)
+            self.release(operation, self.gradients.pop((m, r - 1)) if self.is_home else leaf.grad)
 
     def prelude_backward(self, m: int) -> None:
         feed, leaves = self.feeds.pop(m)
         reached = [(t, leaf.grad) for t, leaf in zip(feed, leaves, strict=True) if leaf.grad is not None]
         if reached:
             torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
+
+    def feed(self, m: int) -> Feed:
+        return self.feeds[m][1] if self.is_home else ()
 
     def collect(self, m: int, r: int, gradient: Tensor) -> None:
         held = self.gradients.get((m, r))

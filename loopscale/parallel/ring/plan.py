@@ -83,8 +83,8 @@ class Messages:
 class Work:
     """One microbatch: ``depth`` visits R, the last ``gradient_visits`` b of them with gradient, exits after ``exits``.
 
-    ``exits`` is ascending and ends with R. When training, exits lie on visits that carry gradient; a forward-only plan
-    takes exits anywhere and ignores b.
+    ``exits`` is ascending and ends with R. When training, exits lie on visits that carry gradient, or b is 0 and exits
+    alone are trained; a forward-only plan takes exits anywhere and ignores b.
     """
 
     depth: int
@@ -166,7 +166,7 @@ class Plan:
             return Message(MessageKind.GRADIENT, m, visit)
         if kind is Kind.VISIT_BACKWARD and visit - 1 > work.depth - work.gradient_visits:
             return Message(MessageKind.GRADIENT, m, visit - 1)
-        if kind is Kind.EXIT and visit == work.depth and not self.forward_only:
+        if kind is Kind.EXIT and visit == work.depth and work.gradient_visits and not self.forward_only:
             return Message(MessageKind.GRADIENT, m, visit)
         return None
 
@@ -235,9 +235,11 @@ def _check(stages: int, work: Sequence[Work], in_flight: int, costs: Costs, forw
     if not work:
         raise UsageError("a ring plan needs at least one microbatch")
     for m, w in enumerate(work):
-        no_gradient = 0 if forward_only else w.depth - w.gradient_visits
-        if w.depth < 1 or not (forward_only or 1 <= w.gradient_visits <= w.depth):
-            raise UsageError(f"microbatch {m}: expected 1 <= gradient visits <= depth, found {w.gradient_visits} and {w.depth}")
+        no_gradient = w.depth - w.gradient_visits if w.gradient_visits and not forward_only else 0
+        if w.depth < 1 or not (forward_only or 0 <= w.gradient_visits <= w.depth):
+            raise UsageError(
+                f"microbatch {m}: expected 0 <= gradient visits <= depth >= 1, found {w.gradient_visits} and {w.depth}"
+            )
         if not w.exits or w.exits[-1] != w.depth or list(w.exits) != sorted(set(w.exits)) or w.exits[0] <= no_gradient:
             raise UsageError(
                 f"microbatch {m}: exits must ascend from a visit after {no_gradient} to the depth {w.depth}, found {w.exits}"
@@ -251,7 +253,7 @@ def _lower_bound(stages: int, work: Sequence[Work], costs: Costs, forward_only: 
     """The larger of the longest microbatch alone and the heaviest stage's work between its fill and drain.
 
     Fill: a prelude and a visit's way to the stage must pass before its first operation. Drain: the way home from its
-    last one, backwards through the earlier stages, or onwards through the later ones and an exit when forward-only.
+    last one, backwards through the earlier stages, or onwards through the later ones and an exit when nothing goes back.
     """
     visits = sum(w.depth for w in work)
     backwards = 0 if forward_only else sum(w.gradient_visits for w in work)
@@ -264,7 +266,7 @@ def _lower_bound(stages: int, work: Sequence[Work], costs: Costs, forward_only: 
             bound = max(bound, busy + home_only)
             continue
         fill = costs.prelude + sum(costs.visit[:s])
-        drain = sum(costs.visit[s + 1 :]) + costs.exit if forward_only else sum(costs.visit_backward[:s]) + prelude_backward
+        drain = sum(costs.visit_backward[:s]) + prelude_backward if backwards else sum(costs.visit[s + 1 :]) + costs.exit
         bound = max(bound, fill + busy + drain)
     return bound
 
