@@ -41,7 +41,9 @@ def test_layouts_one_after_the_other(ranks: Ranks) -> None:
     for size, layout, of_rank_0 in (
         (2, ParallelConfig(tensor=2), ([0, 1], [0], [0, 1])),
         (2, ParallelConfig(pipeline=2), ([0], [0], [0, 1])),
+        (3, ParallelConfig(pipeline=3), ([0], [0], [0, 1, 2])),
         (4, ParallelConfig(tensor=2, pipeline=2), ([0, 1], [0], [0, 1, 2, 3])),
+        (4, ParallelConfig(pipeline=4), ([0], [0], [0, 1, 2, 3])),
         (4, ParallelConfig(pipeline=2), ([0], [0, 1], [0, 2])),
         (4, ParallelConfig(pipeline=2, order="tp-pp-dp"), ([0], [0, 2], [0, 1])),
         (4, ParallelConfig(tensor=2), ([0, 1], [0, 2], [0, 1])),

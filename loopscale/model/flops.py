@@ -14,7 +14,6 @@ from loopscale.config.tree import ModelConfig
 from loopscale.model.parameters import Weight
 from loopscale.model.weights import holders
 from loopscale.parallel.ring.plan import Costs, Work
-from loopscale.parallel.ring.slices import balanced_slices
 
 
 @dataclass(frozen=True)
@@ -67,28 +66,17 @@ def training_flops(counts: Counts, work: Work, gated: bool = False) -> int:
     return 6 * counts.prelude_matmul + visits + 6 * decoded * counts.exit_matmul
 
 
-def operation_costs(counts: Counts, slices: Sequence[int], *, decoded: int = 1, recompute: bool = False) -> Costs:
+def operation_costs(counts: Counts, layers: int, slices: Sequence[int], *, decoded: int = 1, recompute: bool = False) -> Costs:
     """Operations per token of everything that a ring plan orders; a guess at the times, the same on every machine.
 
-    ``slices``: core layers of each stage; ``decoded``: states that an exit decodes; ``recompute``: a visit runs again
-    before its backward.
+    ``slices``: core layers of each stage, of ``layers`` in all; ``decoded``: states that an exit decodes; ``recompute``: a
+    visit runs again before its backward.
     """
-    layer = counts.core_matmul / sum(slices)
+    layer = counts.core_matmul / layers
     forward = tuple(2 * (own * layer + (counts.visit_matmul if s == 0 else 0)) for s, own in enumerate(slices))
     backward = tuple((3 if recompute else 2) * cost for cost in forward)
     exit = 6.0 * decoded * counts.exit_matmul
     return Costs(2 * counts.prelude_matmul, forward, backward, exit, 4 * counts.prelude_matmul)
-
-
-def even_slices(counts: Counts, layers: int, stages: int, works: Iterable[tuple[float, Work]], decoded: int) -> tuple[int, ...]:
-    """Core layers of each stage such that operations are even over the stages, for microbatches of ``works``: shares of
-    them and what they do."""
-    costs = operation_costs(counts, [layers], decoded=decoded)
-    home, visits = costs.prelude + costs.prelude_backward, 0.0
-    for share, work in works:
-        home += share * len(work.exits) * costs.exit
-        visits += share * (2 * work.depth + 4 * work.gradient_visits)
-    return balanced_slices(layers, stages, visits * counts.core_matmul / layers, home + visits * counts.visit_matmul)
 
 
 def matmul_shapes(model: ModelConfig) -> list[tuple[int, int]]:

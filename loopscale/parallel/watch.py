@@ -1,7 +1,8 @@
 """What every rank is doing, so that when one falls silent the others can say which, and in the midst of what.
 
 A thread of each rank writes what it does to the ranks' common store every second. When a wait fails, the store tells who
-has stopped writing; the first rank to find out leaves its sentence there, and the others repeat it.
+has stopped writing; the first rank to find out leaves its sentence there, and the others, who look for it as often as they
+write, repeat it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Watch:
         self.doing = "starting"
         self.waiting_for: int | None = None
         self._rank, self._world, self._role = rank, world, f"{role}, {socket.gethostname()}"
-        self._stop = threading.Event()
+        self._stop, self._heard = threading.Event(), ""
         self._store: dist.Store | None = None
         if world > 1:
             self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
@@ -58,9 +59,14 @@ class Watch:
         self._stop.set()
 
     def last_words(self, sentence: str) -> str:
-        """Leaves ``sentence`` as why the run ends, unless a rank has left one; returns the one that stands."""
+        """Leaves ``sentence`` as why the run ends, unless a rank has left one; returns the one that stands.
+
+        On rank 0, whose process may hold the store, it returns when all who can have heard it.
+        """
         said = self._ask(lambda store: store.compare_set("fault", "", sentence))
-        return sentence if said is None else said.decode()
+        if said is not None and self._rank == 0:
+            time.sleep(2 * BEAT)
+        return self._heard or (sentence if said is None else said.decode())
 
     def explain(self, error: BaseException, timeout: float) -> str:
         """One sentence on who is lost, for the rank whose wait failed with ``error``. Takes a few seconds."""
@@ -87,6 +93,8 @@ class Watch:
             try:
                 assert self._store is not None
                 self._store.set(f"{self._rank}", json.dumps(asdict(report)))
+                if not self._heard and self._store.check(["fault"]):
+                    self._heard = self._store.get("fault").decode()
             except (RuntimeError, dist.DistError):  # the store is gone, and with it whoever might ask
                 return
             if self._stop.wait(BEAT):

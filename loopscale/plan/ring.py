@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from loopscale.config import Config
-from loopscale.depth import DepthLaw, draw_depths
+from loopscale.depth import DepthLaw
 from loopscale.errors import UsageError
-from loopscale.model.ring import work_of
-from loopscale.parallel.ring.plan import Plan, Work
+from loopscale.model.ring import draws_at, works_at
+from loopscale.parallel.ring.plan import Plan
 from loopscale.plan.layout import Layout, by_stage
 from loopscale.plan.timetable import idle_shares, kept_visits
 
@@ -25,7 +25,8 @@ def plan_report(
     if step >= config.train.steps:
         raise UsageError(f"--step is {step}; the run has steps 0 to {config.train.steps - 1} (train.steps {config.train.steps})")
     layout = Layout.of(config, nodes, per_node)
-    plan = layout.ring.plan(works_at(layout, step))
+    law = DepthLaw(config.depth)
+    plan = layout.ring.plan(works_at(config, layout.batch, draws_at(config, layout.batch, law, step)))
     lines = _describe(layout, plan, step)
     if drawing is not None:
         from loopscale.plan.draw import draw
@@ -33,17 +34,6 @@ def plan_report(
         draw(plan, drawing, layer=layer_time(layout), slices=layout.ring.slices)
         lines.append(f"drawn    {drawing}")
     return "\n".join([*lines, "ok       nothing was started"])
-
-
-def works_at(layout: Layout, step: int) -> list[Work]:
-    """The microbatches of a replica as training runs them at ``step``: those of a depth group visit alike, and replicas
-    share every group."""
-    config, batch = layout.config, layout.batch
-    prior = DepthLaw(config.depth).at(step / config.train.steps)
-    each = batch.group if config.depth.per_sequence else 1
-    draws = draw_depths(prior, config.run.seed, step, batch.groups * each)
-    depths = [max(draws[g * each : (g + 1) * each]) for g in range(batch.groups)]
-    return [work_of(config, depth) for depth in depths for _ in range(batch.microbatches_per_group)]
 
 
 def layer_time(layout: Layout) -> float:

@@ -37,6 +37,7 @@ from loopscale.parallel.ring.plan import Work
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
 from loopscale.train.banner import Setting, banner, done_line, facts, quantity
+from loopscale.train.measure import measured_slices
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
@@ -92,8 +93,9 @@ class Run:
         self.config = config = self._settled(loaded.config)
         self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
         self.counts = count(config.model, config.corpus.sequence_length)
-        self.ring = Ring.of(config, self.counts)
         self._check_memory()
+        measured = measured_slices(config, self.batch, mesh) if config.parallel.slices == "measured" and mesh.stages > 1 else None
+        self.ring = Ring.of(config, self.counts, measured)
         place = meshes.on_main(lambda: self._claimed(stem, resume))
         self.folder = place.folder
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from torch import Tensor
 from loopscale.config import Batch, Config
 from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import Microbatch, StepBatch
-from loopscale.depth import DepthLaw, draw_depths
+from loopscale.depth import DepthLaw
 from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
-from loopscale.model.ring import Ring, work_of
+from loopscale.model.ring import Ring, draws_at, work_of, works_at
 from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import exits, term_names
 from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_ranks, sum_over_replicas
@@ -100,8 +101,8 @@ class TrainStep:
         """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective."""
         config, groups, mesh = self.config, self.batch.groups, self.mesh
         mesh.watch.doing = f"adding up the tokens of step {step + 1}"
-        draws = self._draws(step)
-        depths = [max(own) for own in self._by_group(draws)]
+        draws = draws_at(config, self.batch, self.law, step)
+        depths = [max(own) for own in draws]
         scored = sum_over_replicas(
             torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
         )
@@ -110,7 +111,7 @@ class TrainStep:
         plan = self._plans.get(work)
         self._compare(plan)
         if step + 1 < config.train.steps:
-            self._plans.prepare(self._work(step + 1))
+            self._plans.prepare(works_at(config, self.batch, draws_at(config, self.batch, self.law, step + 1)))
         outcomes = execute(
             plan, self.stage, tasks, mesh.links,
             recompute=config.train.recompute == "visit", observe=observe, tell=partial(_tell, mesh.watch, step + 1),
@@ -130,7 +131,7 @@ class TrainStep:
             self.optimizer.drop_gradients()
         return StepResult(
             terms=dict(zip(self.term_names, terms.tolist(), strict=True)),
-            draws=draws,
+            draws=tuple(chain.from_iterable(draws)),
             groups=tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True)),
             grad_norm=None if bad_ranks else self.optimizer.step(share),
             lr=share * config.optimizer.lr,
@@ -138,17 +139,6 @@ class TrainStep:
             bad_ranks=int(bad_ranks),
             stop_ranks=int(stop_ranks),
         )
-
-    def _draws(self, step: int) -> tuple[int, ...]:
-        """Depths of a step: one per group, or one per sequence of the global batch."""
-        prior = self.law.at(step / self.config.train.steps)
-        count = self.batch.global_batch if self.config.depth.per_sequence else self.batch.groups
-        return draw_depths(prior, self.config.run.seed, step, count)
-
-    def _work(self, step: int) -> tuple[Work, ...]:
-        """Work of this replica's microbatches at a step, before its data is there."""
-        depths = [max(own) for own in self._by_group(self._draws(step))]
-        return tuple(work_of(self.config, r) for r in depths for _ in range(self.batch.microbatches_per_group))
 
     def _compare(self, plan: Plan) -> None:
         """Before the first step the ranks of a replica make sure that they follow one plan: else they would wait for ever."""
@@ -160,22 +150,17 @@ class TrainStep:
                 raise ClusterError(f"ranks {others} plan another step than rank 0: their configuration or code differs")
         self._compared = True
 
-    def _by_group(self, draws: Sequence[int]) -> list[Sequence[int]]:
-        """Draws of each group: one, or one per sequence."""
-        size = len(draws) // self.batch.groups
-        return [draws[g * size : (g + 1) * size] for g in range(self.batch.groups)]
-
     def _tasks(
-        self, step: int, data: StepBatch, draws: Sequence[int], depths: Sequence[int], scored: float
+        self, step: int, data: StepBatch, draws: Sequence[Sequence[int]], depths: Sequence[int], scored: float
     ) -> list[Task[Inputs]]:
         """Loss is divided by the globally scored tokens before backward; DeepSpeed's averaging over ranks is undone."""
-        tasks = []
+        tasks, drawn = [], list(chain.from_iterable(draws))
         for depth, group in zip(depths, data.groups, strict=True):
             work = work_of(self.config, depth)
             supervision = exits(self.config.objective, depth, self.config.depth.gradient_visits(depth))
             token_scale, sequence_scale = self.mesh.data_size / max(scored, 1.0), self.mesh.data_size / self.batch.global_batch
             for microbatch in group:
-                starts = self._first_visits(microbatch, data.first, draws, depth)
+                starts = self._first_visits(microbatch, data.first, drawn, depth)
                 inputs = Inputs.of(microbatch, self.mesh.device, final_visit=depth, step=step, first_visits=starts)
                 tasks.append(Task(inputs, depth, work.gradient_visits, supervision, token_scale, sequence_scale))
         return tasks

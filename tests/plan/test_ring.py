@@ -8,32 +8,38 @@ import pytest
 
 from loopscale.depth import DepthLaw, draw_depths
 from loopscale.errors import UsageError
-from loopscale.model.ring import work_of
+from loopscale.model.ring import draws_at, work_of, works_at
+from loopscale.parallel.ring.plan import Work
 from loopscale.plan.layout import Layout
-from loopscale.plan.ring import plan_report, works_at
+from loopscale.plan.ring import plan_report
 
 
 def line(report: str, name: str) -> str:
     return next(said.removeprefix(name).strip() for said in report.splitlines() if said.startswith(name))
 
 
+def works(layout: Layout, step: int) -> list[Work]:
+    config, batch = layout.config, layout.batch
+    return list(works_at(config, batch, draws_at(config, batch, DepthLaw(config.depth), step)))
+
+
 def test_a_replica_runs_every_group_in_its_own_microbatches(config):
     asked = config(batch={"global_batch": 96, "microbatch": 2}, depth={"groups": 4}, parallel={"pipeline": 2})
     draws = draw_depths(DepthLaw(asked.depth).at(7 / asked.train.steps), asked.run.seed, 7, 4)
     expected = [work_of(asked, r) for r in draws for _ in range(6)]
-    assert works_at(Layout.of(asked, 1, 4), 7) == expected
-    assert works_at(Layout.of(asked, 1, 4), 8) != expected
+    assert works(Layout.of(asked, 1, 4), 7) == expected
+    assert works(Layout.of(asked, 1, 4), 8) != expected
 
 
 def test_a_group_of_sequences_with_their_own_depths_runs_to_the_deepest(config):
     asked = config(depth={"groups": 4, "per_sequence": True})
     draws = draw_depths(DepthLaw(asked.depth).at(0.0), asked.run.seed, 0, 32)
-    assert [w.depth for w in works_at(Layout.of(asked), 0)] == [max(draws[i : i + 8]) for i in (0, 8, 16, 24)]
+    assert [w.depth for w in works(Layout.of(asked), 0)] == [max(draws[i : i + 8]) for i in (0, 8, 16, 24)]
 
 
 def test_depths_follow_the_curriculum(config):
     asked = Layout.of(config(depth={"groups": 32, "curriculum": 1.5, "mean": 20.0}, train={"steps": 100}))
-    early, late = (sum(w.depth for w in works_at(asked, step)) / 32 for step in (0, 99))
+    early, late = (sum(w.depth for w in works(asked, step)) / 32 for step in (0, 99))
     assert early < 3 < 12 < late
 
 
