@@ -227,9 +227,9 @@ def _tensor(config: Config) -> Iterator[Problem]:
     }
     if config.parallel.sequence_parallel:
         divided["corpus.sequence_length"] = config.corpus.sequence_length
-    for key, size in divided.items():
-        if size % tensor:
-            yield Problem("parallel.tensor", f"{tensor} does not divide {key} {size}; use a common divisor, or 1")
+    uneven = [f"{key} {size}" for key, size in divided.items() if size % tensor]
+    if uneven:
+        yield Problem("parallel.tensor", f"{tensor} does not divide {' and '.join(uneven)}; use a common divisor, or 1")
     if tensor > 1 and config.optimizer.name == "muon":
         yield Problem(
             "parallel.tensor", f"{tensor} divides matrices that muon needs whole; use parallel.tensor=1, or optimizer.name adamw"
@@ -237,6 +237,11 @@ def _tensor(config: Config) -> Iterator[Problem]:
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
+    if config.parallel.pipeline > 1 and config.objective.kind == "exit_gate_stage2":
+        yield Problem(
+            "parallel.pipeline",
+            f"is {config.parallel.pipeline}, and exit_gate_stage2 trains the gate alone, which sits on one stage; use 1",
+        )
     stages, layers, slices = config.parallel.pipeline, config.model.core_layers, config.parallel.slices
     if stages > layers + 1:
         yield Problem(

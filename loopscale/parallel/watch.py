@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from loopscale.errors import LoopscaleError
+
 BEAT = 1.0
 """Seconds between two reports."""
 LISTENING = 3 * BEAT
@@ -52,7 +54,7 @@ class Watch:
         self._store: dist.Store | None = None
         if world > 1:
             self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
-            threading.Thread(target=self._report, daemon=True).start()
+            threading.Thread(target=self._report, args=(self._store,), daemon=True).start()
 
     def close(self) -> None:
         """Ends the reports."""
@@ -68,14 +70,26 @@ class Watch:
             time.sleep(2 * BEAT)
         return self._heard or (sentence if said is None else said.decode())
 
+    def stopped(self, error: BaseException) -> None:
+        """Leaves this rank's own ``error`` as why the run ends."""
+        reason = str(error) if isinstance(error, LoopscaleError) else f"{type(error).__name__}: {_first_line(error)}"
+        self.last_words(f"rank {self._rank} stopped: {reason}")
+
     def explain(self, error: BaseException, timeout: float) -> str:
         """One sentence on who is lost, for the rank whose wait failed with ``error``. Takes a few seconds."""
-        before = self._ask(self._read) or {}
-        time.sleep(LISTENING)
-        reports = self._ask(self._read) or {}
-        silent = [rank for rank in reports if rank != self._rank and rank in before and before[rank] == reports[rank]]
-        lost = self.waiting_for if self.waiting_for in silent or not silent else min(silent, key=lambda r: reports[r].time)
+        if self._heard:
+            return self._heard
         noticed = f"rank {self._rank} ({self._role}) noticed while {self.doing}"
+        before = self._ask(self._read)
+        if before is None:
+            noticed = f"the ranks' store, on the host of rank 0, does not answer either; {noticed}"
+        else:
+            time.sleep(LISTENING)
+        reports = self._ask(self._read) or {}
+        silent = [rank for rank in reports if rank != self._rank and before and before.get(rank) == reports[rank]]
+        lost = self.waiting_for if self.waiting_for in silent or not silent else min(silent, key=lambda r: reports[r].time)
+        if lost is None and before is None and self._rank:
+            lost = 0
         if lost is None:
             return self.last_words(f"contact to another rank is lost ({_first_line(error)}); {noticed}")
         who = f"rank {lost} is gone, or has not answered for {timeout:g} s"
@@ -87,35 +101,43 @@ class Watch:
             )
         return self.last_words(f"{who}; {noticed}")
 
-    def _report(self) -> None:
+    def _report(self, store: dist.Store) -> None:
         for number in itertools.count():
             report = _Report(number, time.time(), self._role, self.doing)
             try:
-                assert self._store is not None
-                self._store.set(f"{self._rank}", json.dumps(asdict(report)))
-                if not self._heard and self._store.check(["fault"]):
-                    self._heard = self._store.get("fault").decode()
+                store.set(f"{self._rank}", json.dumps(asdict(report)))
+                if not self._heard and store.check(["fault"]):
+                    self._heard = store.get("fault").decode()
             except (RuntimeError, dist.DistError):  # the store is gone, and with it whoever might ask
+                self._store = None
                 return
             if self._stop.wait(BEAT):
                 return
 
     def _read(self, store: dist.Store) -> dict[int, _Report]:
-        return {r: _Report(**json.loads(store.get(f"{r}"))) for r in range(self._world) if store.check([f"{r}"])}
+        """All reports, in few requests: every rank may ask at once."""
+        ranks = list(range(self._world))
+        if not store.check([f"{r}" for r in ranks]):
+            ranks = [r for r in ranks if store.check([f"{r}"])]
+        return {r: _Report(**json.loads(text)) for r, text in zip(ranks, store.multi_get([f"{r}" for r in ranks]), strict=True)}
 
     def _ask(self, question: Callable[[dist.Store], Answer]) -> Answer | None:
-        """The store's answer; None if it does not come in time."""
-        answers: list[Answer] = []
+        """The store's answer; None if it does not come in time, and ever after."""
+        store, answers = self._store, list[Answer]()
+        if store is None:
+            return None
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError, dist.DistError):
-                if self._store is not None:
-                    answers.append(question(self._store))
+                answers.append(question(store))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ASKING)
-        return answers[0] if answers else None
+        if not answers:
+            self._store = None
+            return None
+        return answers[0]
 
 
 def _first_line(error: BaseException) -> str:

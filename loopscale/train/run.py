@@ -73,10 +73,11 @@ def train(
         with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop:
             return run.go(stop, profile)
     except Exception as error:
-        if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
-            sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
-            raise ClusterError(f"{sentence}; start again with --resume auto") from None
-        mesh.watch.last_words(f"rank {mesh.rank} stopped: {error}")
+        with StopRequest():  # torchrun ends the others at once when one has died: they say why first
+            if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
+                sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
+                raise ClusterError(f"{sentence}; start again with --resume auto") from None
+            mesh.watch.stopped(error)
         raise
     finally:
         mesh.watch.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from loopscale.config import Config, load, settle
-from loopscale.config.tree import ParallelConfig
+from loopscale.config.tree import DepthConfig, ParallelConfig
 from loopscale.corpus.batches import StepBatch, collate
 from loopscale.corpus.packing import Sample, starts_of, targets_of
+from loopscale.depth import make_prior
 from loopscale.model.flops import count
 from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh, gather_objects, gather_shares, sum_over_replicas, sum_over_tensor_ranks
@@ -154,6 +155,17 @@ def _microbatch(numbers: list[int]):
     return collate(samples, numbers)
 
 
+class _Given:
+    """A depth law that gives each step its depth."""
+
+    def __init__(self, depths: Sequence[int], steps: int):
+        self._depths, self._steps = depths, steps
+
+    def at(self, progress: float):
+        depth = self._depths[round(progress * self._steps) % len(self._depths)]
+        return make_prior(DepthConfig(prior="fixed", mean=depth))
+
+
 class Trace(NamedTuple):
     """What a run left: per step loss, norm of the gradient and the gradients themselves; the weights at the end."""
 
@@ -163,10 +175,12 @@ class Trace(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def trace(mesh: Mesh, config: Config, steps: int = STEPS) -> Trace:
-    """Runs ``steps`` steps and collects everything under global names, on every rank."""
+def trace(mesh: Mesh, config: Config, steps: int = STEPS, depths: Sequence[int] = ()) -> Trace:
+    """Runs ``steps`` steps and collects everything under global names, on every rank; ``depths`` stand for drawn ones."""
     batch = settle(config.batch, config.depth.groups, mesh.data_size)
     train = TrainStep(config, batch, Ring.of(config, count(config.model, LENGTH)), mesh)
+    if depths:
+        train.law = _Given(depths, config.train.steps)
     found = Trace([], [], [], {})
     apply = train.optimizer.step
 
@@ -241,3 +255,29 @@ def test_every_layout_gives_the_losses_gradients_and_weights_of_one_process(mesh
     for found in ranks.run(trace, case.ranks, config, parallel=config.parallel):
         worst = max(compare(found, expected), key=lambda difference: difference[1])
         assert worst[1] <= TOLERANCE, worst
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", ["none", "visit"])
+@pytest.mark.parametrize("layout", ["PP2xDP2", "TP2xDP2"])
+def test_depths_that_go_up_and_down_leave_no_gradient_behind(mesh, ranks, layout, recompute):
+    """Stacks whose hooks count the uses of a weight in the first batch go wrong here, in silence."""
+    config = configuration(Case(layout, "fixedpoint", "drawn", "last", "terminal", layout == "TP2xDP2"))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"recompute": recompute})})
+    expected = trace(mesh, config.model_copy(update={"parallel": ParallelConfig()}), 4, (2, 2, 4, 1))
+    found = ranks.run(trace, 4, config, 4, (2, 2, 4, 1), parallel=config.parallel)[-1]
+    assert max(difference for _, difference in compare(found, expected)) <= TOLERANCE
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stages", "microbatch"), [(2, 8), (4, 8), (4, 4)])
+def test_fewer_microbatches_than_stages_run_too(mesh, ranks, stages, microbatch):
+    config = configuration(Case("PP4", "huginn", "fixed", "last", "per_loop", False))
+    update = {
+        "batch": config.batch.model_copy(update={"microbatch": microbatch}),
+        "depth": config.depth.model_copy(update={"groups": 1}),
+    }
+    config = config.model_copy(update=update | {"parallel": ParallelConfig(pipeline=stages)})
+    expected = trace(mesh, config.model_copy(update={"parallel": ParallelConfig()}), 2)
+    found = ranks.run(trace, stages, config, 2, parallel=config.parallel, timeout=60)[0]
+    assert max(difference for _, difference in compare(found, expected)) <= TOLERANCE

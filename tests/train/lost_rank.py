@@ -25,7 +25,7 @@ def faulty_visit(stage, inputs, feed, state, visit):
     global visits
     visits += inputs.training and inputs.step == STEP and visit == 1
     if LOST and visits == 2:
-        time.sleep(2.5)
+        time.sleep(2)
         fault()
     return visit_of_stage(stage, inputs, feed, state, visit)
 

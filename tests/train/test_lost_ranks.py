@@ -1,0 +1,75 @@
+"""A rank is killed, falls silent or raises in the midst of a step: the others end by themselves, and all name it."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from tests.conftest import Runs
+from tests.train.jobs import STARTING, Job, lost, with_lost_rank
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 10
+"""``parallel.timeout`` of the runs, seconds."""
+EXPLAINING = 15
+"""Seconds that a rank then has to find out who is lost, to say so and to end."""
+STEP = 5
+HOST = re.escape(socket.gethostname())
+LAST_HEARD = rf"last heard \d+ s ago, running visit 1 of microbatch 1 of step {STEP}"
+NOTICED = rf"rank \d \(stage \d(?:, tensor rank \d)?, {HOST}\) noticed while [a-z]+ .+ of step {STEP}"
+GO_ON = "start again with --resume auto"
+SETTINGS = [f"parallel.timeout={TIMEOUT}", "checkpoint.every=3", "train.steps=7"]
+
+
+def is_gone(rank: int, role: str) -> str:
+    """The one sentence, as a pattern."""
+    who = rf"error: rank {rank} \({role}, {HOST}\) is gone, or has not answered for {TIMEOUT} s"
+    return f"{who}; {LAST_HEARD}; {NOTICED}; {GO_ON}"
+
+
+STORELESS = (
+    f"error: rank 0 is gone, or has not answered for {TIMEOUT} s; "
+    f"the ranks' store, on the host of rank 0, does not answer either; {NOTICED}; {GO_ON}"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "how", "rank", "sentence"),
+    [
+        ("tensor=2", 2, "kill", 1, is_gone(1, "stage 0, tensor rank 1")),
+        ("pipeline=3", 3, "kill", 2, is_gone(2, "stage 2")),
+        ("zero=1", 2, "kill", 0, STORELESS),
+        ("pipeline=2", 2, "stop", 1, is_gone(1, "stage 1")),
+        ("pipeline=2", 2, "raise", 0, f"error: rank 0 stopped: shard 3 is damaged; {GO_ON}"),
+    ],
+    ids=["tp2-killed", "pp3-killed", "dp2-killed-with-the-store", "pp2-silent", "pp2-raises"],
+)
+def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, how, rank, sentence):
+    command = with_lost_rank(runs.command("lost", [f"parallel.{layout}", *SETTINGS], 1, []))
+    with Job(runs, "lost", [command] * size, environment=lost(rank, STEP, how)) as job:
+        job.wait(lambda: job.is_stopped(rank) if how == "stop" else job.has_ended(rank), STARTING)
+        others = [r for r in range(size) if r != rank]
+        job.wait(lambda: all(job.has_ended(r) for r in others), TIMEOUT + EXPLAINING)
+        for r in others:
+            assert job.ranks[r].returncode == 1
+            assert re.fullmatch(sentence, job.last_line(r).removeprefix(f"rank {r}: "))
+            assert "Traceback" not in job.printed(r)
+        assert len({job.last_line(r).removeprefix(f"rank {r}: ") for r in others}) == 1
+    assert [r["step"] for r in runs.records("lost")] == list(range(1, STEP))
+
+
+def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
+    """torchrun asks the others to end as soon as one is dead, when they have yet to find out which."""
+    settings = ["parallel.pipeline=2", *SETTINGS]
+    command = with_lost_rank(runs.command("lost", settings, 2, []))
+    with Job(runs, "lost", [command], environment=lost(1, STEP, "kill")) as job:
+        job.wait_for_steps(STEP - 1)
+        job.wait(lambda: job.has_ended(0), TIMEOUT + EXPLAINING)
+        assert job.ranks[0].returncode == 1
+        assert re.search(f"^{is_gone(1, 'stage 1')}$", job.printed(0), re.MULTILINE), job.printed(0)
+    runs.train("lost", *settings, ranks=2, options=["--resume", "auto"])
+    assert [r["step"] for r in runs.records("lost")] == list(range(1, 8))
+    assert "from checkpoints/step-3" in [e["message"] for e in runs.journal("lost")]
