@@ -39,13 +39,12 @@ STORELESS = (
 @pytest.mark.parametrize(
     ("layout", "size", "how", "rank", "sentence"),
     [
-        ("tensor=2", 2, "kill", 1, is_gone(1, "stage 0, tensor rank 1")),
         ("pipeline=3", 3, "kill", 2, is_gone(2, "stage 2")),
         ("zero=1", 2, "kill", 0, STORELESS),
         ("pipeline=2", 2, "stop", 1, is_gone(1, "stage 1")),
         ("pipeline=2", 2, "raise", 0, f"error: rank 0 stopped: shard 3 is damaged; {GO_ON}"),
     ],
-    ids=["tp2-killed", "pp3-killed", "dp2-killed-with-the-store", "pp2-silent", "pp2-raises"],
+    ids=["pp3-killed", "dp2-killed-with-the-store", "pp2-silent", "pp2-raises"],
 )
 def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, how, rank, sentence):
     command = with_lost_rank(runs.command("lost", [f"parallel.{layout}", *SETTINGS], 1, []))
@@ -62,14 +61,13 @@ def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, 
 
 
 def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
-    """torchrun asks the others to end as soon as one is dead, when they have yet to find out which."""
-    settings = ["parallel.pipeline=2", *SETTINGS]
-    command = with_lost_rank(runs.command("lost", settings, 2, []))
+    """torchrun asks the others to end as soon as one is dead, when they have yet to find out which. One process goes on."""
+    command = with_lost_rank(runs.command("lost", ["parallel.tensor=2", *SETTINGS], 2, []))
     with Job(runs, "lost", [command], environment=lost(1, STEP, "kill")) as job:
         job.wait_for_steps(STEP - 1)
         job.wait(lambda: job.has_ended(0), TIMEOUT + EXPLAINING)
         assert job.ranks[0].returncode == 1
-        assert re.search(f"^{is_gone(1, 'stage 1')}$", job.printed(0), re.MULTILINE), job.printed(0)
-    runs.train("lost", *settings, ranks=2, options=["--resume", "auto"])
+        assert re.search(f"^{is_gone(1, 'stage 0, tensor rank 1')}$", job.printed(0), re.MULTILINE), job.printed(0)
+    runs.train("lost", *SETTINGS, options=["--resume", "auto"])
     assert [r["step"] for r in runs.records("lost")] == list(range(1, 8))
     assert "from checkpoints/step-3" in [e["message"] for e in runs.journal("lost")]
