@@ -225,11 +225,16 @@ def _tensor(config: Config) -> Iterator[Problem]:
         "model.kv_heads": model.key_value_heads,
         "model.ffn_size": model.ffn_size,
     }
-    if config.parallel.sequence_parallel:
-        divided["corpus.sequence_length"] = config.corpus.sequence_length
     uneven = [f"{key} {size}" for key, size in divided.items() if size % tensor]
     if uneven:
         yield Problem("parallel.tensor", f"{tensor} does not divide {' and '.join(uneven)}; use a common divisor, or 1")
+    length = config.corpus.sequence_length
+    if config.parallel.sequence_parallel and length % tensor:
+        yield Problem(
+            "parallel.sequence_parallel",
+            f"divides positions, and parallel.tensor {tensor} does not divide corpus.sequence_length {length}; "
+            f"use sequence_parallel=false, or a multiple",
+        )
     if tensor > 1 and config.optimizer.name == "muon":
         yield Problem(
             "parallel.tensor", f"{tensor} divides matrices that muon needs whole; use parallel.tensor=1, or optimizer.name adamw"

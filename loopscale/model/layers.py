@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -53,6 +52,11 @@ def megatron_config(model: ModelConfig, sharing: Sharing) -> TransformerConfig:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
     )
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)²; Megatron's is compiled at its first call, which needs a C++ compiler on the machine."""
+    return F.relu(x).square()
 
 
 class ResidualNorm(nn.Module):

@@ -97,7 +97,7 @@ class Watch:
             report = reports[lost]
             who = (
                 f"rank {lost} ({report.role}) is gone, or has not answered for {timeout:g} s; "
-                f"last heard {time.time() - report.time:.0f} s ago, {report.doing}"
+                f"when last heard, {time.time() - report.time:.0f} s ago, it was {report.doing}"
             )
         return self.last_words(f"{who}; {noticed}")
 

@@ -24,6 +24,8 @@ def plan_report(
     """
     if step >= config.train.steps:
         raise UsageError(f"--step is {step}; the run has steps 0 to {config.train.steps - 1} (train.steps {config.train.steps})")
+    if drawing is not None and not drawing.parent.is_dir():
+        raise UsageError(f"--draw {drawing}: there is no folder {drawing.parent}")
     layout = Layout.of(config, nodes, per_node)
     law = DepthLaw(config.depth)
     plan = layout.ring.plan(works_at(config, layout.batch, draws_at(config, layout.batch, law, step)))

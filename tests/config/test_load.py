@@ -45,7 +45,7 @@ WRONG = {
     "more stages than there are": ("parallel: {pipeline: 4}", "parallel.pipeline", "4 stages need at least 3 core layers beside the home stage; model.core_layers is 2. Use 1 to 3"),
     "slices that do not fit": ("parallel: {pipeline: 3, slices: [1, 0, 1]}", "parallel.slices", "[1, 0, 1] must be one number for each of the 3 stage(s), 2 in all"),
     "heads that do not divide": ("parallel: {tensor: 3}", "parallel.tensor", "3 does not divide model.heads 4"),
-    "positions that do not divide": ("parallel: {tensor: 2, sequence_parallel: true}\ncorpus: {sequence_length: 31}", "parallel.tensor", "2 does not divide corpus.sequence_length 31"),
+    "positions that do not divide": ("parallel: {tensor: 2, sequence_parallel: true}\ncorpus: {sequence_length: 31}", "parallel.sequence_parallel", "parallel.tensor 2 does not divide corpus.sequence_length 31; use sequence_parallel=false"),
     "context parallelism": ("parallel: {context: 2}", "parallel.context", "context parallelism is not offered"),
     "a reducing ZeRO": ("parallel: {zero: 2}", "parallel.zero", "2 would reduce gradients at every visit"),
     "a remote corpus without cache": ("corpus: {path: 's3://bucket/corpus'}", "corpus.cache", "must name a local folder"),

@@ -86,3 +86,8 @@ def test_slices_that_the_run_will_measure_are_called_counted(config):
 def test_a_step_that_the_run_has_not_is_refused(config):
     with pytest.raises(UsageError, match=r"--step is 10; the run has steps 0 to 9 \(train\.steps 10\)"):
         plan_report(config(train={"steps": 10}), step=10)
+
+
+def test_a_drawing_needs_a_folder(config, tmp_path):
+    with pytest.raises(UsageError, match="there is no folder"):
+        plan_report(config(), drawing=tmp_path / "missing" / "ring.svg")

@@ -18,7 +18,7 @@ EXPLAINING = 15
 """Seconds that a rank then has to find out who is lost, to say so and to end."""
 STEP = 5
 HOST = re.escape(socket.gethostname())
-LAST_HEARD = rf"last heard \d+ s ago, running visit 1 of microbatch 1 of step {STEP}"
+LAST_HEARD = rf"when last heard, \d+ s ago, it was running visit 1 of microbatch 1 of step {STEP}"
 NOTICED = rf"rank \d \(stage \d(?:, tensor rank \d)?, {HOST}\) noticed while [a-z]+ .+ of step {STEP}"
 GO_ON = "start again with --resume auto"
 SETTINGS = [f"parallel.timeout={TIMEOUT}", "checkpoint.every=3", "train.steps=7"]
