@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     warnings.filterwarnings("ignore")  # of libraries; ours are events of the run
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no GPU
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told in one sentence, not in stack frames
     from loopscale.errors import LoopscaleError, describe_fault
 
     try:

@@ -26,6 +26,7 @@ warnings.filterwarnings("ignore")
 
 LOOPED = {"model.prelude_layers": 1, "model.core_layers": 3, "model.coda_layers": 1, "depth.mean": 4}
 DENSE = {"model.prelude_layers": 1, "model.core_layers": 12, "model.coda_layers": 1, "depth.mean": 1}
+ROUNDS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},
     "PP2": {"parallel.pipeline": 2},
@@ -74,16 +75,21 @@ def main() -> None:
 
 
 def layouts(base: dict[str, Any], steps: int) -> None:
-    """DP2 exchanges nothing within a step: its speed-up is what two cores of this machine give to two processes."""
+    """The best of several rounds, by turns. DP2 exchanges nothing within a step: its speed-up is what two cores of this
+    machine give to two processes."""
     print(f"{'':<22} {'':>8} {'':>9} {'speed-up':>29} {'idle':>19} {'sent':>12} {'memory':>8}")
     print(
         f"{'layout':<22} {'ms/step':>8} {'tokens/s':>9} {'measured':>9} {'predicted':>10} {'reached':>8} {'measured':>9} "
         f"{'predicted':>9} {'bytes/token':>12} {'MB/rank':>8}"
     )
-    alone = None
-    for name, layout in LAYOUTS.items():
+    best: dict[str, dict[str, Any]] = {}
+    for name, layout in [*LAYOUTS.items()] * ROUNDS:
         found = measure(base | layout, steps)
-        alone = alone or found["step"]
+        if name not in best or found["step"] < best[name]["step"]:
+            best[name] = found
+    alone = best["1 process"]["step"]
+    for name, layout in LAYOUTS.items():
+        found = best[name]
         predicted = alone / found["predicted"] if "parallel.pipeline" in layout else None
         speed_up = alone / found["step"]
         print(
@@ -94,10 +100,10 @@ def layouts(base: dict[str, Any], steps: int) -> None:
 
 
 def drain(base: dict[str, Any], steps: int) -> None:
-    ring, drained = measure(base, steps), measure(base | {"drained": True}, steps)
+    found = measure(base | {"drained": True}, steps)
     print(
-        f"\nPP2, loop by loop with a drain: {drained['step'] * 1e3:.0f} ms a step; the ring: {ring['step'] * 1e3:.0f} ms, "
-        f"{drained['step'] / ring['step']:.2f}x as fast (keeping {ring['kept']} visits at most, drained {drained['kept']})"
+        f"\nPP2, loop by loop with a drain: {found['drained'] * 1e3:.0f} ms a step; the ring: {found['step'] * 1e3:.0f} ms, "
+        f"{found['drained'] / found['step']:.2f}x as fast; visits kept at most {found['kept']}, drained {found['kept_drained']}"
     )
 
 
@@ -177,10 +183,10 @@ def work(choices: dict[str, Any]) -> None:
         scale = 1 / (batch.global_batch * length)
         tasks.append(Task(inputs, depth, each.gradient_visits, exits(config.objective, depth, each.gradient_visits), scale))
     plan = ring.plan([each] * len(tasks))
-    if drained:
-        plan = replace(plan, operations=tuple(loop_by_loop(plan, stage) for stage in range(plan.stages)))
+    operations = tuple(loop_by_loop(plan, stage) for stage in range(plan.stages))
+    by_loop = replace(plan, operations=operations) if drained else None
 
-    watch, phase, waited = Stopwatch(mesh.device), [None], [0.0]
+    watch, phase, waited, draining = Stopwatch(mesh.device), [None], [0.0], [False]
     receive = mesh.links.take
 
     def take(message: Any) -> Any:  # the wait for a message belongs to no operation
@@ -195,7 +201,7 @@ def work(choices: dict[str, Any]) -> None:
     def tell(operation: Any) -> None:
         watch.begin(operation)
         loop = (operation.kind, operation.visit)
-        if drained and operation.kind in (Kind.VISIT, Kind.VISIT_BACKWARD) and phase[0] != loop:
+        if draining[0] and operation.kind in (Kind.VISIT, Kind.VISIT_BACKWARD) and phase[0] != loop:
             before = time.perf_counter()
             torch.distributed.barrier()
             watch.pause(time.perf_counter() - before)
@@ -203,7 +209,7 @@ def work(choices: dict[str, Any]) -> None:
             phase[0] = loop
 
     held = resident()
-    seconds, waits, sent = [], [], 0
+    seconds, drained_seconds, waits, sent = [], [], [], 0
     for step in range(steps + 2):  # two to warm up
         torch.distributed.barrier()
         waited[0], sent, before = 0.0, mesh.links.bytes_sent, time.perf_counter()
@@ -214,6 +220,14 @@ def work(choices: dict[str, Any]) -> None:
             seconds.append(time.perf_counter() - before)
             waits.append(waited[0])
         train.optimizer.drop_gradients()
+        if by_loop is not None:  # by turns with the ring: the machine is not equally fast at all times
+            draining[0], before = True, time.perf_counter()
+            execute(by_loop, train.stage, tasks, mesh.links, tell=tell)
+            watch.end()
+            torch.distributed.barrier()
+            drained_seconds.append(time.perf_counter() - before)
+            draining[0] = False
+            train.optimizer.drop_gradients()
     sent = mesh.links.bytes_sent - sent
     grown = peak() - held
 
@@ -231,7 +245,9 @@ def work(choices: dict[str, Any]) -> None:
     took = statistics.median(seconds)
     if mesh.is_main:
         print(json.dumps({
-            "step": took, "tokens": batch.global_batch * length, "predicted": timed.makespan,
+            "step": took, "best": min(seconds), "drained": statistics.median(drained_seconds[2:] or [0.0]),
+            "kept_drained": [kept_visits(by_loop, stage) for stage in range(plan.stages)] if by_loop else None,
+            "tokens": batch.global_batch * length, "predicted": timed.makespan,
             "idle": statistics.mean(r["waited"] for r in ranks) / took, "idle_predicted": statistics.mean(idle_shares(timed)),
             "bytes_per_token": sum(r["sent"] for r in ranks) / (batch.global_batch * length),
             "memory": max(r["peak"] for r in ranks), "grown": [s["grown"] for s in stages],

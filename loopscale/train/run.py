@@ -264,6 +264,7 @@ class Run:
     def _save(self, must: bool) -> None:
         """Commits a checkpoint; one that fails is told and tried again at the next interval, unless it ``must`` be."""
         config, before = self.config.checkpoint, time.monotonic()
+        self.mesh.watch.doing = f"saving step {self.progress.step}"
         path = self.folder / "checkpoints"
         try:
             tensors = snapshot.tensors(self.stage, self.optimizer)
