@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from loopscale.config import Config, load
 from loopscale.config.tree import ParallelConfig
 from loopscale.errors import UsageError
 from loopscale.model.stage import LoopedStage
+from loopscale.model.weights import Holder
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh
 
@@ -62,9 +63,14 @@ def restore(path: Path) -> Restored:
 
 def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
     """Sets the stage's weights from a checkpoint, strictly."""
-    wanted = {f"weight/{w.name}": w.shape for h, _ in stage.held() for w in h.weights}
-    elsewhere = {f"weight/{w.name}" for h in stage.table for w in h.weights} - wanted.keys()
-    set_weights(stage, store.load_tensors(checkpoint, wanted, elsewhere))
+    set_weights(stage, load_own(checkpoint, stage, {"weight": [h for h, _ in stage.held()]}))
+
+
+def load_own(checkpoint: Path, stage: LoopedStage, kinds: Mapping[str, Sequence[Holder]]) -> dict[str, Tensor]:
+    """The global tensors named ``kind/global.name`` of the given parameters of ``stage``; those of other stages may be there."""
+    wanted = {f"{kind}/{w.name}": w.shape for kind, own in kinds.items() for h in own for w in h.weights}
+    elsewhere = {f"{kind}/{w.name}" for kind in kinds for h in stage.table for w in h.weights} - wanted.keys()
+    return store.load_tensors(checkpoint, wanted, elsewhere)
 
 
 @torch.no_grad()

@@ -43,9 +43,8 @@ def even_slices(config: Config, home: Costs, layer: tuple[float, float]) -> tupl
         exits += share * len(work.exits)
     once = home.prelude + home.prelude_backward + exits * home.exit
     at_home = once + forward * home.visit[0] + backward * home.visit_backward[0]
-    return balanced_slices(
-        config.model.core_layers, config.parallel.pipeline, forward * layer[0] + backward * layer[1], at_home
-    )  # fmt: skip
+    per_layer = forward * layer[0] + backward * layer[1]
+    return balanced_slices(config.model.core_layers, config.parallel.pipeline, per_layer, at_home)
 
 
 @dataclass(frozen=True)

@@ -235,26 +235,26 @@ def sum_over_replicas(values: Tensor) -> Tensor:
     """Adds ``values`` over the ranks that hold this rank's part of the model, in place."""
     from megatron.core import parallel_state
 
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    return values
+    return _sum(values, parallel_state.get_data_parallel_group())
 
 
 def sum_over_replica(values: Tensor) -> Tensor:
     """Adds ``values`` over the ranks that together hold one model, in place."""
     from megatron.core import parallel_state
 
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, group=parallel_state.get_model_parallel_group())
-    return values
+    return _sum(values, parallel_state.get_model_parallel_group())
 
 
 def sum_over_tensor_ranks(values: Tensor) -> Tensor:
     """Adds ``values`` over the ranks that share this rank's layers, in place."""
     from megatron.core import parallel_state
 
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        dist.all_reduce(values, group=parallel_state.get_tensor_model_parallel_group())
+    return _sum(values, parallel_state.get_tensor_model_parallel_group())
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
     return values
 
 

@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.restore import set_weights
+from loopscale.checkpoint.restore import load_own, set_weights
 from loopscale.config import Config
 from loopscale.errors import CheckpointError
 from loopscale.model.stage import LoopedStage
@@ -55,9 +55,7 @@ def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer) -> P
     state = store.load_state(checkpoint)
     holders = {h.parameter: h for h, _ in stage.held()}
     kinds = {"weight": list(holders), **optimizer.moment_names()}
-    wanted = {f"{k}/{w.name}": w.shape for k, names in kinds.items() for n in names for w in holders[n].weights}
-    elsewhere = {f"{k}/{w.name}" for k in kinds for h in stage.table for w in h.weights} - wanted.keys()
-    loaded = store.load_tensors(checkpoint, wanted, elsewhere)
+    loaded = load_own(checkpoint, stage, {kind: [holders[n] for n in names] for kind, names in kinds.items()})
     joined = {
         kind: {n: stage.share(holders[n], {w.name: loaded[f"{kind}/{w.name}"] for w in holders[n].weights}) for n in names}
         for kind, names in kinds.items()
