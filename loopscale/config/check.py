@@ -202,11 +202,21 @@ def _layout(config: Config) -> Iterator[Problem]:
         )
     if parallel.zero > 1:
         reason = (
-            "would reduce gradients at every visit of the shared block"
+            "divides gradients, and those of a shared block are whole until its last visit: its peak is no lower than that of 1"
             if parallel.zero == 2
             else "would gather the shared weights again at every visit"
         )
         yield Problem("parallel.zero", f"{parallel.zero} {reason}; use 0 or 1")
+    if parallel.offload_optimizer and parallel.zero == 0:
+        yield Problem(
+            "parallel.offload_optimizer",
+            "needs parallel.zero=1, since ZeRO 0 leaves the update to the device; use that, or false",
+        )
+    if config.train.offload_activations and config.train.recompute == "visit":
+        yield Problem(
+            "train.offload_activations",
+            "has nothing to take away while train.recompute visit keeps no activations; use recompute none or layer, or false",
+        )
     if config.optimizer.name == "muon" and parallel.zero:
         yield Problem(
             "parallel.zero",

@@ -174,6 +174,8 @@ class DepthConfig(Section):
     """Depth groups a global batch is cut into; each draws its own R."""
     per_sequence: bool = False
     """Draw R for every sequence; a group runs to its deepest one, and shorter sequences begin later."""
+    check_every: NonNegativeInt = 100
+    """Steps between checks that all ranks draw from the same law; 0: never."""
 
     @property
     def evaluation_depth(self) -> int:
@@ -275,6 +277,8 @@ class ParallelConfig(Section):
     """Ranks that share a sequence: 1, for context parallelism is not offered."""
     zero: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage: 0, or 1, which divides the optimizer state over replicas."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in CPU memory, and update there (needs `parallel.zero: 1`)."""
     timeout: PositiveInt = 600
     """Seconds after which a silent rank ends the run."""
 
@@ -284,8 +288,13 @@ class TrainConfig(Section):
     """Optimizer steps."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type of the visits; parameters and gradients are fp32. `auto`: bf16 on a GPU, fp32 on a CPU."""
-    recompute: Literal["none", "visit"] = "none"
-    """Keep a visit's activations for its backward, or recompute them."""
+    recompute: Literal["none", "visit", "layer"] = "none"
+    """What is computed again just before its backward, rather than kept: nothing, a whole visit (its input is kept), or
+    each layer (its input is kept)."""
+    offload_activations: bool = False
+    """Let what visits keep for their backward wait in CPU memory."""
+    kernels: Literal["auto", "torch", "te"] = "auto"
+    """Layers by torch or by Transformer Engine, AdamW by torch or by apex; `auto` takes what is installed and fits."""
     loss_chunk: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     bad_steps: PositiveInt = 5

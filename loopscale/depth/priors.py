@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ class Prior:
 
 @dataclass(frozen=True)
 class DepthLaw:
-    """The laws of a run whose mean may move; each is built once and kept here."""
+    """The laws of a run whose mean may move with time alone, a :class:`~loopscale.depth.controller.DepthController`; each
+    law is built once and kept here."""
 
     config: DepthConfig
     _built: dict[float, Prior] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -53,6 +55,12 @@ class DepthLaw:
         if mean not in self._built:
             self._built[mean] = _law(self.config, mean)
         return self._built[mean]
+
+    def update(self, groups: object) -> None:
+        """A law that only time moves learns nothing from a step."""
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
 
 
 def make_prior(depth: DepthConfig, progress: float = 1.0) -> Prior:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
 from loopscale.config.tree import ModelConfig
@@ -68,14 +70,41 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending, **_: Any) -> Tensor:
         """[S, B, heads, c] to [S, B, n * c]."""
+        return self.attend(*self.placed(q, k, v, attending), attending)
+
+    def placed(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with their biases, embeddings and positions."""
         if self.biased:
             q, k = q + self.q_bias.view(-1, self.head_width).to(q.dtype), k + self.k_bias.view(-1, self.head_width).to(k.dtype)
         if attending.extra_values is not None:
             v = v + attending.extra_values
         if attending.rotary is not None:
             q, k = attending.rotary(q), attending.rotary(k)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
         out = _varlen(q, k, v, attending) if q.device.type == "cuda" and q.dtype != torch.float32 else _dense(q, k, v, attending)
         return out.flatten(-2)
+
+
+class EngineAttention(CoreAttention):
+    """The same by Transformer Engine, which finds the documents by their boundaries as well."""
+
+    def __init__(self, config: Any, model: ModelConfig, tensor_size: int, **given: Any):
+        super().__init__(config, model, tensor_size)
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        self.engine = TEDotProductAttention(config, **given)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:
+        length, batch = q.shape[:2]
+        ends = attending.documents.boundaries
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
+        )
+        rows = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        out: Tensor = self.engine(*rows, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=packed)
+        return out.view(batch, length, -1).transpose(0, 1)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, attending: Attending) -> Tensor:

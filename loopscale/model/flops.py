@@ -70,13 +70,14 @@ def operation_costs(counts: Counts, layers: int, slices: Sequence[int], *, decod
     """Operations per token of everything that a ring plan orders; a guess at the times, the same on every machine.
 
     ``slices``: core layers of each stage, of ``layers`` in all; ``decoded``: states that an exit decodes; ``recompute``: a
-    visit runs again before its backward.
+    visit, and the prelude, run again before or in their backward.
     """
     layer = counts.core_matmul / layers
     forward = tuple(2 * (own * layer + (counts.visit_matmul if s == 0 else 0)) for s, own in enumerate(slices))
     backward = tuple((3 if recompute else 2) * cost for cost in forward)
+    prelude_backward = (6 if recompute else 4) * counts.prelude_matmul
     exit = 6.0 * decoded * counts.exit_matmul
-    return Costs(2 * counts.prelude_matmul, forward, backward, exit, 4 * counts.prelude_matmul)
+    return Costs(2 * counts.prelude_matmul, forward, backward, exit, prelude_backward)
 
 
 def matmul_shapes(model: ModelConfig) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from loopscale.config.tree import ModelConfig
-from loopscale.model.attention import Attending, CoreAttention
+from loopscale.model.attention import Attending, CoreAttention, EngineAttention
 from loopscale.model.norm import HeadNorm, RMSNorm
 from loopscale.model.sharing import Sharing
 from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
+
+KernelName: TypeAlias = Literal["torch", "te"]
 
 
 def megatron_config(model: ModelConfig, sharing: Sharing) -> TransformerConfig:
@@ -91,15 +95,21 @@ class ValueSelfAttention(SelfAttention):
         return super().forward(hidden_states, with_values, **options)
 
 
-def layer_spec(model: ModelConfig, sharing: Sharing, with_values: bool) -> ModuleSpec:
-    """One layer: x + Attention(norm x), then x + FFN(norm x), with the further norms of ``model.layer_norm``."""
+def layer_spec(model: ModelConfig, sharing: Sharing, with_values: bool, kernels: KernelName) -> ModuleSpec:
+    """One layer: x + Attention(norm x), then x + FFN(norm x), with the further norms of ``model.layer_norm``. Transformer
+    Engine brings linear layers and attention; norms are ours, for they run in fp32."""
+    column, row, core_attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
+    if kernels == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        column, row, core_attention = TEColumnParallelLinear, TERowParallelLinear, EngineAttention
     norm = ModuleSpec(RMSNorm, params={"centered": model.norm_centered})
     residual = get_bias_dropout_add if model.layer_norm == "pre" else ModuleSpec(ResidualNorm, params={"model": model})
     head_norm = HeadNorm if model.qk_norm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=partial(CoreAttention, model=model, tensor_size=sharing.size),
-        linear_proj=RowParallelLinear,
+        linear_qkv=column,
+        core_attention=partial(core_attention, model=model, tensor_size=sharing.size),
+        linear_proj=row,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
@@ -112,7 +122,7 @@ def layer_spec(model: ModelConfig, sharing: Sharing, with_values: bool) -> Modul
             else ModuleSpec(SelfAttention, submodules=attention),
             self_attn_bda=residual,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=residual,
         ),
     )
@@ -122,17 +132,31 @@ class Block(nn.Module):
     """Layers in sequence, possibly none: ``own`` of a part of the model whose first layer is number ``first`` over
     prelude, core and coda. They are named by their number in that part, whichever stage holds them."""
 
-    def __init__(self, model: ModelConfig, sharing: Sharing, own: range, first: int):
+    def __init__(self, model: ModelConfig, sharing: Sharing, own: range, first: int, kernels: KernelName = "torch"):
         super().__init__()
         total = model.prelude_layers + model.core_layers + model.coda_layers
         config = megatron_config(model, sharing)
         self.layers = nn.ModuleDict()
         for i in own:
             with_values = model.value_embeddings and has_value_embedding(first + i, total)
-            self.layers[f"{i}"] = build_module(layer_spec(model, sharing, with_values), config=config, layer_number=i + 1)
+            spec = layer_spec(model, sharing, with_values, kernels)
+            self.layers[f"{i}"] = build_module(spec, config=config, layer_number=i + 1)
 
-    def forward(self, h: Tensor, attending: Attending) -> Tensor:
-        """[S, B, d] to the same."""
+    def forward(self, h: Tensor, attending: Attending, compute: torch.dtype, recompute: bool) -> Tensor:
+        """[S, B, d] fp32 to the same, inside in the type ``compute``. With ``recompute`` a layer keeps its input alone, and
+        runs again in its backward."""
+        h = h.to(compute)
         for layer in self.layers.values():
-            h, _ = layer(h, attention_mask=attending)
-        return h
+            run = partial(_run, layer, attending=attending)
+            again = recompute and torch.is_grad_enabled()
+            h = checkpoint(run, h, use_reentrant=False, preserve_rng_state=False) if again else run(h)
+        return h.float()
+
+
+def _run(layer: TransformerLayer, h: Tensor, attending: Attending) -> Tensor:
+    """Matrices are cast to the type of ``h`` at every use, so that each use sends its gradient to the fp32 parameter in
+    fp32; norm gains and biases stay fp32."""
+    if h.dtype == torch.float32:
+        return layer(h, attention_mask=attending)[0]
+    cast = {n: p.to(h.dtype) if p.dim() > 1 else p for n, p in layer.named_parameters()}
+    return functional_call(layer, cast, (h,), {"attention_mask": attending})[0]

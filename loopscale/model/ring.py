@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loopscale.config import Batch, Config
-from loopscale.depth import DepthLaw, draw_depths, make_prior
+from loopscale.depth import DepthController, draw_depths, make_prior
 from loopscale.model.flops import Counts, operation_costs
 from loopscale.objective.supervision import GATED, carried_visits, exits
 from loopscale.parallel.ring.plan import Costs, Plan, Work, plan
@@ -19,7 +19,7 @@ def work_of(config: Config, depth: int) -> Work:
     return Work(depth, carried_visits(config.objective, b), tuple(e.visit for e in exits(config.objective, depth, b)))
 
 
-def draws_at(config: Config, batch: Batch, law: DepthLaw, step: int) -> tuple[tuple[int, ...], ...]:
+def draws_at(config: Config, batch: Batch, law: DepthController, step: int) -> tuple[tuple[int, ...], ...]:
     """Depths drawn at ``step`` for each depth group: one, or one per sequence; the group runs to the deepest."""
     each = batch.group if config.depth.per_sequence else 1
     draws = draw_depths(law.at(step / config.train.steps), config.run.seed, step, batch.groups * each)
@@ -59,7 +59,7 @@ class Ring:
     def of(cls, config: Config, counts: Counts, measured: tuple[int, ...] | None = None) -> Ring:
         """The ring that ``config`` asks for; ``measured`` slices stand for those that even operations would give."""
         parallel, layers = config.parallel, config.model.core_layers
-        recompute = config.train.recompute == "visit"
+        recompute = config.train.recompute != "none"
         decoded = config.depth.gradient_visits(config.depth.evaluation_depth) if config.objective.kind in GATED else 1
 
         def costs(slices: Sequence[int]) -> Costs:

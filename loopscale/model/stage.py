@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from loopscale.config.tree import ModelConfig, ObjectiveConfig
 from loopscale.model.attention import Attending, Rotary
 from loopscale.model.between import BETWEEN
 from loopscale.model.injection import make_injection
 from loopscale.model.inputs import Inputs
-from loopscale.model.layers import Block, megatron_config
+from loopscale.model.layers import Block, KernelName, megatron_config
 from loopscale.model.readout import NormReadout, make_readout
 from loopscale.model.sharing import Sharing
 from loopscale.model.weights import Holder, holders, initial, padded_rows
@@ -51,16 +50,19 @@ class LoopedStage(nn.Module):
         objective: ObjectiveConfig | None = None,
         compute: torch.dtype = torch.float32,
         loss_chunk: int = 1024,
+        recompute_layers: bool = False,
+        kernels: KernelName = "torch",
         device: torch.device | str = "cpu",
         initialise: bool = True,
     ):
         super().__init__()
         self.model, self.seed, self.compute, self.loss_chunk, self.max_positions = model, seed, compute, loss_chunk, max_positions
-        self.objective = objective or ObjectiveConfig()
+        self.objective, self.recompute_layers = objective or ObjectiveConfig(), recompute_layers
         self.is_home, self.sharing = place.is_home, Sharing.at(place)
-        self.core_block = Block(model, self.sharing, place.core_layers(model.core_layers), model.prelude_layers)
+        own = place.core_layers(model.core_layers)
+        self.core_block = Block(model, self.sharing, own, model.prelude_layers, kernels)
         if self.is_home:
-            self._build_home(model)
+            self._build_home(model, kernels)
         self.to(device)
         self.rotary = None
         if model.positions == "rope":
@@ -71,7 +73,7 @@ class LoopedStage(nn.Module):
         if initialise:
             self.initialise()
 
-    def _build_home(self, model: ModelConfig) -> None:
+    def _build_home(self, model: ModelConfig, kernels: KernelName) -> None:
         d, sharing = model.hidden_size, self.sharing
         rows, config = padded_rows(model.vocabulary, sharing.size), megatron_config(model, sharing)
         self.embedding = VocabParallelEmbedding(
@@ -79,11 +81,12 @@ class LoopedStage(nn.Module):
         )
         if model.positions == "learned":
             self.positions = nn.Embedding(self.max_positions, d)
-        self.prelude_block = Block(model, sharing, range(model.prelude_layers), 0)
+        self.prelude_block = Block(model, sharing, range(model.prelude_layers), 0, kernels)
         self.injection = make_injection(model)
         self.between = BETWEEN[model.between](model) if model.between in BETWEEN else None
         self.coda_linear = nn.Linear(d, d, bias=False) if model.coda_linear else None
-        self.coda_block = Block(model, sharing, range(model.coda_layers), model.prelude_layers + model.core_layers)
+        before_coda = model.prelude_layers + model.core_layers
+        self.coda_block = Block(model, sharing, range(model.coda_layers), before_coda, kernels)
         self.readout = make_readout(model)
         self.gate = nn.Linear(d, 1) if model.exit_gate != "none" else None
         if not model.tied_head:
@@ -257,11 +260,7 @@ class LoopedStage(nn.Module):
         return torch.where((inputs.first_visits < visit)[None, :, None], passed, state)
 
     def _run(self, block: Block, h: Tensor, inputs: Inputs) -> Tensor:
-        """``block`` on an fp32 state, in the compute type; norm gains and biases stay fp32."""
         if not len(block.layers):
             return h
         attending = Attending(inputs.documents, self.rotary, inputs.tokens.t())
-        if self.compute == torch.float32:
-            return block(h, attending)
-        cast = {n: p.to(self.compute) if p.dim() > 1 else p for n, p in block.named_parameters()}
-        return functional_call(block, cast, (h.to(self.compute), attending)).float()
+        return block(h, attending, self.compute, self.recompute_layers)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from loopscale.config.tree import OptimizerConfig
-from loopscale.environment.doctor import apex_has_kernels
 from loopscale.parallel.mesh import sum_over_replica, sum_over_tensor_ranks
 
 Moments = dict[str, dict[str, Tensor]]
@@ -36,6 +35,7 @@ class ZeroOptimizer:
 
     Of those ``divided`` each tensor-parallel rank has a share; the others are the same on all of these ranks and count
     once in the norm. With ``partial`` each of these ranks has only a part of the others' gradient, which is added up first.
+    With ``offload`` (ZeRO 1) the state lies in CPU memory and the update runs there.
     """
 
     def __init__(
@@ -47,17 +47,19 @@ class ZeroOptimizer:
         *,
         divided: Collection[str] = (),
         partial: bool = False,
+        offload: bool = False,
+        adam: Literal["torch", "apex"] = "torch",
     ):
         self._parameters, self._clip, self._zero_stage, self._partial = dict(parameters), config.clip, zero_stage, partial
         self._twins = {name: nn.Parameter(p.data) for name, p in self._parameters.items()}
         for name, twin in self._twins.items():
             twin.tensor_model_parallel = name in divided  # type: ignore[attr-defined]  # DeepSpeed's norm asks for it
         self._by_muon = {n for n in self._twins if config.name == "muon" and kinds[n] == "matrix"}
-        self._optimizer = self._build(kinds, config)
+        self._optimizer = self._build(kinds, config, adam)
         self._grad_norm = math.nan
         if zero_stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_reduced)
-        self._engine = _initialize(nn.ParameterList(self._twins.values()), self._optimizer, zero_stage, config.clip)
+        self._engine = _initialize(nn.ParameterList(self._twins.values()), self._optimizer, zero_stage, config.clip, offload)
         self._share_storage()
         self.applied_steps = 0
 
@@ -122,13 +124,15 @@ class ZeroOptimizer:
                 else:
                     self._state(name)[moment].copy_(moments[moment][name])
 
-    def _build(self, kinds: Mapping[str, str], config: OptimizerConfig) -> torch.optim.Optimizer:
+    def _build(
+        self, kinds: Mapping[str, str], config: OptimizerConfig, kernels: Literal["torch", "apex"]
+    ) -> torch.optim.Optimizer:
         decays = {n: kinds[n] not in config.no_decay for n in self._twins}
         groups = []
         for decaying, rate in ((True, config.weight_decay), (False, 0.0)):
             own = [t for n, t in self._twins.items() if n not in self._by_muon and decays[n] is decaying]
             groups += [{"params": own, "weight_decay": rate, "peak": config.lr}] if own else []
-        adam = _adamw(groups, config)
+        adam = _adamw(groups, config, kernels)
         if not self._by_muon:
             return adam
         matrices = {"params": [self._twins[n] for n in self._twins if n in self._by_muon], "peak": config.muon_lr}
@@ -210,17 +214,16 @@ class _Both(torch.optim.Optimizer):
             part.step()
 
 
-def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """apex's fused AdamW on a GPU where apex is built, else torch's fused one."""
-    on_gpu = groups[0]["params"][0].device.type == "cuda"
-    if on_gpu and apex_has_kernels():
+def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig, kernels: Literal["torch", "apex"]) -> torch.optim.Optimizer:
+    """The fused AdamW of apex or torch; torch's has a CPU's vector instructions too."""
+    if kernels == "apex":
         from apex.optimizers import FusedAdam
 
         return FusedAdam(groups, lr=config.lr, betas=config.betas, eps=config.eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None) -> Any:
+def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None, offload: bool) -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
     import deepspeed
@@ -229,15 +232,19 @@ def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, 
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts it even for a single process
     # On CPUs DeepSpeed would compile a shared-memory collective at start: over a minute, behind a lock file.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": False}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": (clip or 0.0) if zero_stage else 0.0,
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": False},
+        "zero_optimization": zero,
     }
     engine, *_ = deepspeed.initialize(model=twins, optimizer=adam, mpu=_Groups(), dist_init_required=False, config=settings)
+    engine.pipeline_parallelism = True  # its word for "backward runs outside": then it makes the bucket that offloading copies to
     return engine
 
 

@@ -13,6 +13,7 @@ import loopscale
 from loopscale.config import Batch, Config
 from loopscale.corpus.folder import Corpus
 from loopscale.depth import Prior
+from loopscale.environment.kernels import Kernels
 from loopscale.model.flops import Counts
 from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh
@@ -31,6 +32,7 @@ class Setting:
     mesh: Mesh
     ring: Ring
     compute: torch.dtype
+    kernels: Kernels
 
 
 def banner(run: Setting) -> list[str]:
@@ -48,6 +50,7 @@ def banner(run: Setting) -> list[str]:
     tracking = "wandb off" if config.log.wandb == "disabled" else f"wandb {config.log.wandb}"
     every = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"
     compute = str(run.compute).removeprefix("torch.")
+    kernels = f" · kernels {run.kernels}" if mesh.device.type == "cuda" else ""
     return [
         f"loopscale {loopscale.__version__} · {run.folder.name} · looped {shape} · {sizes(counts, mean)}",
         f"data     {config.corpus.path} · {quantity(train)} tokens train, {quantity(held_out)} held out · "
@@ -55,7 +58,7 @@ def banner(run: Setting) -> list[str]:
         f"batch    {batch.global_batch} × {length} = {step_tokens:,} tokens a step · {batch.groups} depth groups · microbatch "
         f"{batch.microbatch} · {config.train.steps:,} steps = {quantity(total)} tokens ({total / train:.1f} epochs)",
         f"depth    {law}, backprop {gradient} · {model.inject} injection · {config.objective.kind} loss",
-        f"layout   {_layout(mesh, run.ring)} · {mesh.device.type} {compute} · ZeRO-{config.parallel.zero}",
+        f"layout   {_layout(mesh, run.ring)} · {mesh.device.type} {compute} · ZeRO-{config.parallel.zero}{kernels}",
         f"run      {run.folder} · {tracking} · checkpoint {every}, keep {config.checkpoint.keep}",
     ]
 

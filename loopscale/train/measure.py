@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from loopscale.config import Batch, Config
+from loopscale.environment.kernels import choose_kernels
 from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.ring import even_slices, work_of
 from loopscale.model.stage import LoopedStage
@@ -34,9 +35,11 @@ def home_costs(config: Config, batch: Batch, mesh: Mesh, own: int) -> Costs:
     """Seconds of each operation of a home stage with ``own`` core layers, for one microbatch of made-up tokens."""
     place = Place(0, (own, config.model.core_layers - own), mesh.tensor_rank, mesh.tensor_size, mesh.sequence_parallel)
     length, size, depth = config.corpus.sequence_length, batch.microbatch, max(2, config.depth.evaluation_depth)
+    compute = compute_type(config, mesh.device)
     stage = LoopedStage(
-        config.model, length, seed=config.run.seed, place=place, objective=config.objective,
-        compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk, device=mesh.device,
+        config.model, length, seed=config.run.seed, place=place, objective=config.objective, compute=compute,
+        loss_chunk=config.train.loss_chunk, recompute_layers=config.train.recompute == "layer",
+        kernels=choose_kernels(config, mesh.device, compute).layers, device=mesh.device,
     )  # fmt: skip
     tokens = torch.randint(config.model.vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(mesh.device)
@@ -49,7 +52,10 @@ def home_costs(config: Config, batch: Batch, mesh: Mesh, own: int) -> Costs:
     watch = Stopwatch(mesh.device)
     for _ in range(REPEATS):
         alone = plan(1, [task.work], in_flight=1)
-        execute(alone, stage, [task], Links.alone(), recompute=config.train.recompute == "visit", tell=watch.begin)
+        execute(
+            alone, stage, [task], Links.alone(), recompute=config.train.recompute == "visit",
+            offload=config.train.offload_activations, tell=watch.begin,
+        )  # fmt: skip
         watch.end()
     return Costs(
         watch.median(Kind.PRELUDE),

@@ -114,7 +114,7 @@ class Run:
         self._measure_matmul_rate()
         self.setting = Setting(
             self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.ring,
-            self.stage.compute,
+            self.stage.compute, self.step.kernels,
         )  # fmt: skip
         meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
 
@@ -334,7 +334,7 @@ class Run:
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
         for line in banner(self.setting):
             self.telemetry.event("start", resumed, line)
-        for note in notes:
+        for note in (*notes, *self._without_effect()):
             self.telemetry.event("warning", resumed, note)
         if aside:
             names = ", ".join(p.name for p in aside)
@@ -343,6 +343,15 @@ class Run:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
         elif init is not None:
             self.telemetry.event("init", resumed, f"weights from {init}")
+
+    def _without_effect(self) -> Iterator[str]:
+        """Settings that are for GPUs, on a machine that has none."""
+        asked = {
+            "parallel.offload_optimizer": self.config.parallel.offload_optimizer,
+            "train.offload_activations": self.config.train.offload_activations,
+        }
+        if self.mesh.device.type == "cpu":
+            yield from (f"{key}=true saves nothing here: this device's memory is the CPU's" for key, on in asked.items() if on)
 
 
 class _Window:

@@ -14,7 +14,8 @@ from torch import Tensor
 from loopscale.config import Batch, Config
 from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import Microbatch, StepBatch
-from loopscale.depth import DepthLaw
+from loopscale.depth import DepthController, DepthLaw, GroupSums
+from loopscale.environment.kernels import choose_kernels
 from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring, draws_at, work_of, works_at
@@ -29,15 +30,6 @@ from loopscale.train.schedule import share_of_peak
 
 KEPT_PLANS = 64
 """Plans that are kept for steps of the same depths."""
-
-
-@dataclass(frozen=True)
-class GroupSums:
-    """What one depth group tells all ranks: Σ loss of the last exit over its scored tokens, and their number."""
-
-    depth: int
-    loss: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -75,10 +67,12 @@ class TrainStep:
 
     def __init__(self, config: Config, batch: Batch, ring: Ring, mesh: Mesh):
         self.config, self.batch, self.ring, self.mesh = config, batch, ring, mesh
+        compute = compute_type(config, mesh.device)
+        self.kernels = choose_kernels(config, mesh.device, compute)
         self.stage = LoopedStage(
             config.model, config.corpus.sequence_length, seed=config.run.seed, place=mesh.place(ring.slices),
-            objective=config.objective, compute=compute_type(config, mesh.device), loss_chunk=config.train.loss_chunk,
-            device=mesh.device,
+            objective=config.objective, compute=compute, loss_chunk=config.train.loss_chunk,
+            recompute_layers=config.train.recompute == "layer", kernels=self.kernels.layers, device=mesh.device,
         )  # fmt: skip
         self.trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
         self.stage.requires_grad_(False)
@@ -91,11 +85,13 @@ class TrainStep:
             config.parallel.zero,
             divided={h.parameter for h, _ in self.trained if h.tensor_axis is not None and mesh.tensor_size > 1},
             partial=mesh.sequence_parallel,
+            offload=config.parallel.offload_optimizer,
+            adam=self.kernels.adam,
         )
-        self.law = DepthLaw(config.depth)
+        self.law: DepthController = DepthLaw(config.depth)
         self.term_names = term_names(config.objective)
         self._plans = Planner(ring)
-        self._compared = False
+        self._plan_compared = False
 
     def __call__(self, step: int, data: StepBatch, *, stop: bool = False, observe: Observer | None = None) -> StepResult:
         """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective."""
@@ -109,12 +105,11 @@ class TrainStep:
         tasks = self._tasks(step, data, draws, depths, float(scored.sum()))
         work = tuple(t.work for t in tasks)
         plan = self._plans.get(work)
-        self._compare(plan)
-        if step + 1 < config.train.steps:
-            self._plans.prepare(works_at(config, self.batch, draws_at(config, self.batch, self.law, step + 1)))
+        self._compare(step, plan)
         outcomes = execute(
             plan, self.stage, tasks, mesh.links,
-            recompute=config.train.recompute == "visit", observe=observe, tell=partial(_tell, mesh.watch, step + 1),
+            recompute=config.train.recompute == "visit", offload=config.train.offload_activations, observe=observe,
+            tell=partial(_tell, mesh.watch, step + 1),
         )  # fmt: skip
 
         mesh.watch.doing = f"adding up losses and gradients of step {step + 1}"
@@ -126,13 +121,18 @@ class TrainStep:
         sums = sum_over_ranks(torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64))))
         last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
 
-        share = share_of_peak(config.optimizer, step, config.train.steps)
+        told = tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True))
         if bad_ranks:
             self.optimizer.drop_gradients()
+        else:
+            self.law.update(told)
+        if step + 1 < config.train.steps:  # planned while the optimizer steps and the next data are read
+            self._plans.prepare(works_at(config, self.batch, draws_at(config, self.batch, self.law, step + 1)))
+        share = share_of_peak(config.optimizer, step, config.train.steps)
         return StepResult(
             terms=dict(zip(self.term_names, terms.tolist(), strict=True)),
             draws=tuple(chain.from_iterable(draws)),
-            groups=tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True)),
+            groups=told,
             grad_norm=None if bad_ranks else self.optimizer.step(share),
             lr=share * config.optimizer.lr,
             work=work,
@@ -140,15 +140,15 @@ class TrainStep:
             stop_ranks=int(stop_ranks),
         )
 
-    def _compare(self, plan: Plan) -> None:
-        """Before the first step the ranks of a replica make sure that they follow one plan: else they would wait for ever."""
-        if not self._compared and self.mesh.stages * self.mesh.tensor_size > 1:
-            digests = gather_objects(plan.digest())
-            mine = [rank for rank, digest in enumerate(digests) if digest == digests[0]]
-            if len(mine) < len(digests):
-                others = sorted(set(range(len(digests))) - set(mine))
-                raise ClusterError(f"ranks {others} plan another step than rank 0: their configuration or code differs")
-        self._compared = True
+    def _compare(self, step: int, plan: Plan) -> None:
+        """Ranks of a ring that followed different plans would wait for ever; replicas with different laws would train on
+        other depths than they say, in silence. So plans are compared before the first step, and laws every so often."""
+        if not self._plan_compared and self.mesh.stages * self.mesh.tensor_size > 1:
+            _same_on_all_ranks("the step's plan", plan.digest(), ": configuration or code differs")
+        self._plan_compared = True
+        every = self.config.depth.check_every
+        if self.mesh.world > 1 and every and step % every == 0:
+            _same_on_all_ranks("the law of the depths", self.law.digest(), "; go on from the last checkpoint")
 
     def _tasks(
         self, step: int, data: StepBatch, draws: Sequence[Sequence[int]], depths: Sequence[int], scored: float
@@ -206,6 +206,15 @@ class Planner:
         """The plan of ``work``."""
         self.prepare(work)
         return self._plans[work].result()
+
+
+def _same_on_all_ranks(what: str, digest: str, remedy: str) -> None:
+    """Raises :class:`ClusterError` with the ranks where ``what`` has another ``digest`` than on rank 0. A collective."""
+    digests = gather_objects(digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        where = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        raise ClusterError(f"{what} on {where} is not that of rank 0{remedy}")
 
 
 def _tell(watch: Watch, step: int, operation: Operation) -> None:

@@ -161,6 +161,12 @@ class _Given:
     def __init__(self, depths: Sequence[int], steps: int):
         self._depths, self._steps = depths, steps
 
+    def update(self, groups):
+        """Given is given."""
+
+    def digest(self) -> str:
+        return str(self._depths)
+
     def at(self, progress: float):
         depth = self._depths[round(progress * self._steps) % len(self._depths)]
         return make_prior(DepthConfig(prior="fixed", mean=depth))
@@ -259,8 +265,53 @@ def test_every_layout_gives_the_losses_gradients_and_weights_of_one_process(mesh
         assert worst[1] <= TOLERANCE, worst
 
 
+ZERO = {"0": {"zero": 0}, "1": {"zero": 1}, "offload": {"zero": 1, "offload_optimizer": True}}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["none", "visit"])
+@pytest.mark.parametrize(
+    ("zero", "layout"),
+    [(zero, layout) for zero, layout in itertools.product(ZERO, LAYOUTS) if zero != ("0" if layout == "TP2xDP2" else "1")],
+)  # the cases above have the others
+def test_however_optimizer_state_lies_the_weights_and_clip_norms_are_those_of_one_process(mesh, ranks, zero, layout):
+    """A head of its own, or the embedding's, counts once in the norm wherever it lies."""
+    config = configuration(Case(layout, "huginn", "drawn", "last", "per_loop", layout == "TP2xDP2"))
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"tied_head": zero == "0", "kv_heads": 2}),
+            "parallel": config.parallel.model_copy(update=ZERO[zero]),
+        }
+    )
+    expected = alone(config.model_dump_json(), mesh)
+    assert max(expected.norms) > config.optimizer.clip
+    for found in ranks.run(trace, Case(layout, *[""] * 4, False).ranks, config, parallel=config.parallel):
+        worst = max(compare(found, expected), key=lambda difference: difference[1])
+        assert worst[1] <= TOLERANCE, worst
+
+
+def skipped(mesh: Mesh, config: Config) -> tuple[int, float | None, int, bool]:
+    """(ranks that met it, gradient norm, applied steps, whether weights stayed) of a step in which the last rank finds NaN in
+    one of its microbatches."""
+    batch = settle(config.batch, config.depth.groups, mesh.data_size)
+    train = TrainStep(config, batch, Ring.of(config, count(config.model, LENGTH)), mesh)
+    before = [p.detach().clone() for p in train.stage.parameters()]
+    uses = itertools.count(1)
+    if mesh.rank == mesh.world - 1:
+        next(train.stage.core_block.parameters()).register_hook(lambda g: g * torch.nan if next(uses) == 2 else g)
+    result = train(0, step_batch(config, 0, mesh.data_rank, mesh.data_size))
+    stayed = all(torch.equal(a, b) for a, b in zip(before, train.stage.parameters(), strict=True))
+    return result.bad_ranks, result.grad_norm, train.optimizer.applied_steps, stayed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["TP2xPP2", "PP2xDP2", "TP2xDP2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_alike(mesh, ranks, layout):
+    config = configuration(Case(layout, "huginn", "drawn", "last", "terminal", False))
+    assert ranks.run(skipped, 4, config, parallel=config.parallel) == [(1, None, 0, True)] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", ["none", "visit", "layer"])
 @pytest.mark.parametrize("layout", ["PP2xDP2", "TP2xDP2"])
 def test_depths_that_go_up_and_down_leave_no_gradient_behind(mesh, ranks, layout, recompute):
     """Stacks whose hooks count the uses of a weight in the first batch go wrong here, in silence."""

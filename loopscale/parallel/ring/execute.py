@@ -10,7 +10,8 @@ One stage runs the same plan as many: what it would send to a neighbour it hands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from loopscale.objective.supervision import Exit
 from loopscale.parallel.ring.links import Links
+from loopscale.parallel.ring.offload import waiting_on_cpu
 from loopscale.parallel.ring.plan import Kind, Operation, Plan, Work
 
 InputsT = TypeVar("InputsT")
@@ -94,15 +96,17 @@ def execute(
     links: Links,
     *,
     recompute: bool = False,
+    offload: bool = False,
     observe: Observer | None = None,
     tell: Callable[[Operation], None] | None = None,
 ) -> list[Outcome]:
     """Runs ``plan`` on the stage of ``links`` and leaves the gradients of the objective in the stage's parameters.
 
-    With ``recompute`` a visit keeps only its input and runs again just before its backward. Outcomes arise on the home
-    stage and are empty elsewhere; ``observe`` is called there. ``tell`` hears of every operation before it runs.
+    With ``recompute`` a visit keeps only its input and runs again just before its backward, and so does the prelude; with
+    ``offload`` what they keep waits in CPU memory. Outcomes arise on the home stage and are empty elsewhere; ``observe`` is
+    called there. ``tell`` hears of every operation before it runs.
     """
-    run = _Run(plan, stage, tasks, links, recompute, observe)
+    run = _Run(plan, stage, tasks, links, recompute, offload, observe)
     links.open(plan, lambda m: stage.state_shape(tasks[m].inputs))
     for operation in plan.operations[links.stage]:
         if tell is not None:
@@ -115,14 +119,14 @@ def execute(
 class _Run(Generic[InputsT]):
     def __init__(
         self, plan: Plan, stage: Stage[InputsT], tasks: Sequence[Task[InputsT]], links: Links, recompute: bool,
-        observe: Observer | None,
+        offload: bool, observe: Observer | None,
     ):  # fmt: skip
         self.plan, self.stage, self.tasks, self.links = plan, stage, tasks, links
-        self.recompute, self.forward_only, self.observe = recompute, plan.forward_only, observe
+        self.recompute, self.offload, self.forward_only, self.observe = recompute, offload, plan.forward_only, observe
         self.is_home = links.stage == 0
         self.outcomes = [Outcome({}, {}) for _ in tasks]
         self.exits = [{e.visit: e for e in task.exits} for task in tasks]
-        self.feeds: dict[int, tuple[Feed, Feed]] = {}  # home's: with graph, and as leaves
+        self.feeds: dict[int, tuple[Feed | None, Feed]] = {}  # home's: with graph unless recomputed, and as leaves
         self.states: dict[int, Tensor] = {}  # home's: after the last visit that came home
         self.gathered: dict[int, dict[int, Tensor]] = {}  # home's: earlier states that a later exit needs
         self.segments: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = {}  # a visit's input leaf and output
@@ -149,6 +153,13 @@ class _Run(Generic[InputsT]):
             case Kind.PRELUDE_BACKWARD:
                 self.prelude_backward(m)
 
+    @contextmanager
+    def keeping(self, differentiated: bool) -> Iterator[None]:
+        """Keeps what the backward needs, if there will be one and it is not recomputed: here, or in CPU memory."""
+        keeps = differentiated and not self.recompute
+        with torch.set_grad_enabled(keeps), waiting_on_cpu() if keeps and self.offload else nullcontext():
+            yield
+
     def release(self, operation: Operation, tensor: Tensor) -> None:
         """Sends what ``operation`` has made ready, if the plan says that something is."""
         message = self.plan.releases(self.links.stage, operation)
@@ -156,9 +167,10 @@ class _Run(Generic[InputsT]):
             self.links.send(message, tensor)
 
     def prelude(self, m: int) -> None:
-        with torch.set_grad_enabled(not self.forward_only):
+        differentiated = self.tasks[m].gradient_visits > 0 and not self.forward_only
+        with self.keeping(differentiated):
             feed = self.stage.prelude(self.tasks[m].inputs)
-        self.feeds[m] = feed, tuple(t.detach().requires_grad_(t.requires_grad) for t in feed)
+        self.feeds[m] = None if self.recompute else feed, tuple(t.detach().requires_grad_(differentiated) for t in feed)
 
     def come_home(self, m: int, r: int, state: Tensor) -> None:
         """Home takes in the state after visit ``r``."""
@@ -176,7 +188,7 @@ class _Run(Generic[InputsT]):
         leaf = None
         if before is not None:  # the first visit with gradient ends at home's input, and passes it to home from behind
             leaf = before.detach().requires_grad_(differentiated and (r > first or not self.is_home))
-        with torch.set_grad_enabled(differentiated and not self.recompute):
+        with self.keeping(differentiated):
             after = self.stage.visit(task.inputs, self.feed(m), leaf, r)
         if differentiated:
             self.segments[m, r] = leaf, None if self.recompute else after
@@ -221,6 +233,9 @@ class _Run(Generic[InputsT]):
 
     def prelude_backward(self, m: int) -> None:
         feed, leaves = self.feeds.pop(m)
+        if feed is None:
+            with torch.enable_grad():
+                feed = self.stage.prelude(self.tasks[m].inputs)
         reached = [(t, leaf.grad) for t, leaf in zip(feed, leaves, strict=True) if leaf.grad is not None]
         if reached:
             torch.autograd.backward([t for t, _ in reached], [g for _, g in reached])
