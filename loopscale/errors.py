@@ -56,6 +56,10 @@ class ClusterError(LoopscaleError):
     """A process group, node or scheduler that failed."""
 
 
+class OutOfMemory(LoopscaleError):
+    """More memory was asked for than a rank's device or machine has."""
+
+
 class NumericsError(LoopscaleError):
     """Non-finite or impossible values."""
 

@@ -105,6 +105,9 @@ class Runs:
     def journal(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.path(name) / "journal.jsonl").read_text().splitlines()]
 
+    def manifest(self, name: str) -> dict:
+        return json.loads((self.path(name) / "manifest.json").read_text())
+
     def weights(self, name: str, step: int) -> dict:
         from torch.distributed.checkpoint import FileSystemReader
 

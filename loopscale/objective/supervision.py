@@ -49,6 +49,11 @@ def carried_visits(objective: ObjectiveConfig, gradient_visits: int) -> int:
     return 0 if objective.kind == "exit_gate_stage2" else gradient_visits
 
 
+def is_trained(objective: ObjectiveConfig, parameter: str) -> bool:
+    """Stage II of the exit gate trains the gate and freezes the language model."""
+    return objective.kind != "exit_gate_stage2" or parameter.startswith("gate.")
+
+
 def term_names(objective: ObjectiveConfig) -> tuple[str, ...]:
     """The parts of the objective, each reported on its own."""
     names = {"exit_gate": ("cross_entropy", "gate_entropy"), "exit_gate_stage2": ("gate",)}.get(

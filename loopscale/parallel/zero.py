@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,13 @@ from loopscale.parallel.mesh import sum_over_replica, sum_over_tensor_ranks
 
 Moments = dict[str, dict[str, Tensor]]
 """{moment as the optimizer names it: {parameter name: whole tensor}}."""
+
+
+BUCKET = 2**26
+"""Elements of gradients that are added up over replicas at once, by way of a copy: 256 MiB keep any network busy, where
+DeepSpeed's 5e8 would copy all gradients of a billion parameters."""
+UNDIVIDED_BUCKET = 500_000_000
+"""The same where the state is not divided (ZeRO 0); DeepSpeed has no setting for it."""
 
 
 class ZeroOptimizer:
@@ -57,6 +64,8 @@ class ZeroOptimizer:
         self._by_muon = {n for n in self._twins if config.name == "muon" and kinds[n] == "matrix"}
         self._optimizer = self._build(kinds, config, adam)
         self._grad_norm = math.nan
+        self.gradient_bytes = 0
+        """Of the last step's gradients."""
         if zero_stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_reduced)
         self._engine = _initialize(nn.ParameterList(self._twins.values()), self._optimizer, zero_stage, config.clip, offload)
@@ -72,6 +81,7 @@ class ZeroOptimizer:
             group["lr"] = rate * group["peak"]
         if self._partial:
             self._add_up_parts()
+        self.gradient_bytes = sum(p.grad.nbytes for p in self._parameters.values() if p.grad is not None)
         for name, parameter in self._parameters.items():
             self._twins[name].grad, parameter.grad = parameter.grad, None
         self._engine.step()
@@ -123,6 +133,20 @@ class ZeroOptimizer:
                     safe_set_full_optimizer_state(self._twins[name], moments[moment][name].to(self._twins[name].device), moment)
                 else:
                     self._state(name)[moment].copy_(moments[moment][name])
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """The fp32 master part and the moments, wherever they lie; counters of steps are left out."""
+        if self._zero_stage == 1:
+            yield from self._engine.optimizer.single_partition_of_fp32_groups
+        for part in self._optimizer.parts if isinstance(self._optimizer, _Both) else (self._optimizer,):
+            for state in part.state.values():
+                yield from (t for t in state.values() if isinstance(t, Tensor) and t.dim())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What ZeRO keeps on the device beside parameters and state: with offloading, room for one gradient."""
+        room = getattr(self._engine.optimizer, "temp_grad_buffer_for_gpu_offload", None)
+        if room is not None:
+            yield room
 
     def _build(
         self, kinds: Mapping[str, str], config: OptimizerConfig, kernels: Literal["torch", "apex"]
@@ -223,7 +247,8 @@ def _adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig, kernels: L
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None, offload: bool) -> Any:
+def load_deepspeed() -> Any:
+    """The library, set up so that it neither warns nor compiles; its import takes seconds."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found no GPU
     import deepspeed
@@ -232,7 +257,16 @@ def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, 
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asserts it even for a single process
     # On CPUs DeepSpeed would compile a shared-memory collective at start: over a minute, behind a lock file.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": False, "contiguous_gradients": False}
+    return deepspeed
+
+
+def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, clip: float | None, offload: bool) -> Any:
+    zero: dict[str, Any] = {
+        "stage": zero_stage,
+        "overlap_comm": False,
+        "contiguous_gradients": False,
+        "reduce_bucket_size": BUCKET,
+    }
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings = {
@@ -243,7 +277,9 @@ def _initialize(twins: nn.Module, adam: torch.optim.Optimizer, zero_stage: int, 
         "gradient_clipping": (clip or 0.0) if zero_stage else 0.0,
         "zero_optimization": zero,
     }
-    engine, *_ = deepspeed.initialize(model=twins, optimizer=adam, mpu=_Groups(), dist_init_required=False, config=settings)
+    engine, *_ = load_deepspeed().initialize(
+        model=twins, optimizer=adam, mpu=_Groups(), dist_init_required=False, config=settings
+    )
     engine.pipeline_parallelism = True  # its word for "backward runs outside": then it makes the bucket that offloading copies to
     return engine
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import torch
 
 from loopscale.config import Config
 from loopscale.depth import make_prior
 from loopscale.model.flops import training_flops
+from loopscale.model.memory import Memory, predict_memory
 from loopscale.model.ring import work_of
 from loopscale.objective.supervision import GATED
 from loopscale.plan.layout import Layout, by_stage, stages_named
-from loopscale.plan.memory import predict_memory
 from loopscale.train.banner import quantity, sizes
+from loopscale.train.step import compute_type
 
 _GIB = 2**30
 
@@ -55,12 +56,26 @@ def _ranks(layout: Layout) -> str:
 
 
 def _memory(layout: Layout) -> list[str]:
-    """The rank that holds most, and with several stages one of each."""
-    stages = predict_memory(layout)
-    heaviest = max(range(layout.stages), key=lambda s: stages[s].total)
-    kinds = "  ".join(f"{kind} {size / _GIB:.2f}" for kind, size in asdict(stages[heaviest]).items())
+    """The rank that holds most, and with several stages one of each; for a machine with such devices as this one has."""
+    config = layout.config
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compute = compute_type(config, device)
+    stages = predict_memory(config, layout.batch, layout.ring, device, compute)
+    heaviest = max(range(layout.stages), key=lambda s: stages[s].peak)
+    kinds = "  ".join(f"{kind} {size / _GIB:.2f}" for kind, size in _summands(stages[heaviest]).items())
     where = "per rank" if layout.stages == 1 else f"per rank of {stages_named([heaviest])}, the heaviest stage"
-    precision = "bf16" if layout.config.train.precision == "bf16" else "fp32"
-    first = f"memory   {where}: {kinds}  = {stages[heaviest].total / _GIB:.2f} GiB · visits in {precision}"
-    totals = f"         by stage, GiB: {by_stage([f'{memory.total / _GIB:.2f}' for memory in stages])}"
-    return [first] if layout.stages == 1 else [first, totals]
+    assumed = f", for {'GPUs' if device.type == 'cuda' else 'CPUs'}" if config.train.precision == "auto" else ""
+    precision = f"visits in {'bf16' if compute == torch.bfloat16 else 'fp32'}{assumed}"
+    lines = [f"memory   {where}: {kinds}  = {stages[heaviest].peak / _GIB:.2f} GiB · {precision}"]
+    if stages[heaviest].optimizer_cpu:
+        lines[0] += f" · optimizer in CPU memory {stages[heaviest].optimizer_cpu / _GIB:.2f}"
+    if layout.stages > 1:
+        lines.append(f"         by stage, GiB: {by_stage([f'{memory.peak / _GIB:.2f}' for memory in stages])}")
+    return lines
+
+
+def _summands(memory: Memory) -> dict[str, int]:
+    """What adds up to the peak: it comes either while the ring runs or in the update."""
+    kept = {kind: getattr(memory, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
+    ring = {"activations": memory.activations, "logits": memory.logits}
+    return kept | (ring if sum(ring.values()) >= memory.update else {"update": memory.update})

@@ -18,7 +18,7 @@ from loopscale.report.run import Run
 def sections(run: Run) -> Iterator[str]:
     """The sections as HTML, in their order on the page."""
     yield _section("Throughput", _pairs(_throughput(run)))
-    yield _section("Memory and size", _pairs(_memory(run)))
+    yield _section("Memory and size", _memory(run))
     yield _section("Data", _pairs(run.about("corpus")))
     yield _section("Environment", _pairs(_environment(run)))
     yield _section("Events", _events(run), wide=True)
@@ -50,10 +50,29 @@ def _throughput(run: Run) -> dict[str, Any]:
     return rows
 
 
-def _memory(run: Run) -> dict[str, Any]:
-    peak = max((record["memory"] for record in run.records if record.get("memory")), default=None)
-    rows = {"peak resident memory": f"{peak / 2**30:.2f} GiB"} if peak else {}
-    return rows | {f"parameters, {key.replace('_', ' ')}": value for key, value in run.about("parameters").items()}
+def _memory(run: Run) -> str:
+    """Parameter counts, and memory by kind."""
+    sizes = {f"parameters, {key.replace('_', ' ')}": value for key, value in run.about("parameters").items()}
+    return _pairs(sizes) + _memory_by_kind(run)
+
+
+def _memory_by_kind(run: Run) -> str:
+    """What the heaviest rank of each stage held when it held most, beside what was predicted; GiB."""
+    logged = [record["memory"] for record in run.records if isinstance(record.get("memory"), Mapping)]
+    if not logged:
+        return ""
+    about = run.about("memory")
+    stages: list[int] = about.get("stages") or [0] * len(logged[0]["peak"])
+    predicted: list[dict[str, int]] = about.get("predicted") or []
+    rows = []
+    for stage in sorted(set(stages)):
+        own = [(kinds, rank) for kinds in logged for rank in range(len(kinds["peak"])) if stages[rank] == stage]
+        kinds, rank = max(own, key=lambda each: each[0]["peak"][each[1]])
+        for kind, ranks in kinds.items():
+            if ranks[rank]:
+                expected = f"{predicted[stage][kind] / 2**30:.3f}" if stage < len(predicted) else ""
+                rows.append([f"{stage} (rank {rank})", kind.replace("_", " "), f"{ranks[rank] / 2**30:.3f}", expected])
+    return _table(("stage", "memory, GiB", "measured", "predicted"), rows)
 
 
 def _environment(run: Run) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import loopscale
 from loopscale.config import Batch, Config
 from loopscale.corpus.folder import Corpus
 from loopscale.depth import Prior
+from loopscale.diagnostics.memory import Heaviest
 from loopscale.environment.kernels import Kernels
 from loopscale.model.flops import Counts
+from loopscale.model.memory import Memory
 from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh
 
@@ -33,6 +36,10 @@ class Setting:
     ring: Ring
     compute: torch.dtype
     kernels: Kernels
+    stages: Sequence[int]
+    """Of all ranks."""
+    predicted: Sequence[Memory]
+    """By stage."""
 
 
 def banner(run: Setting) -> list[str]:
@@ -85,6 +92,16 @@ def done_line(run: Setting, steps: int, elapsed: float, validation: dict[int, fl
     )
 
 
+def memory_line(run: Setting, heaviest: Heaviest) -> str:
+    """Which rank held most, what of each kind, and what was predicted."""
+    stage, gib = run.stages[heaviest.rank], 2**30
+    kinds = ", ".join(f"{kind} {size / gib:.3g}" for kind, size in heaviest.kinds.items() if size and kind != "peak")
+    return (
+        f"heaviest rank {heaviest.rank} (stage {stage}), GiB: {kinds} = peak {heaviest.kinds['peak'] / gib:.3g} · "
+        f"predicted {run.predicted[stage].peak / gib:.3g}"
+    )
+
+
 def facts(run: Setting, matmul_rate: float | None) -> dict[str, Any]:
     """What the manifest says beyond versions and code."""
     corpus = run.corpus
@@ -106,6 +123,7 @@ def facts(run: Setting, matmul_rate: float | None) -> dict[str, Any]:
         },
         "prior": {"name": run.prior.name, "mean": run.prior.mean, "pmf": list(run.prior.probabilities)},
         "matmul_flops_per_s": matmul_rate,
+        "memory": {"stages": list(run.stages), "predicted": [stage.measurable() for stage in run.predicted]},
     }  # fmt: skip
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from loopscale.checkpoint import commit, store
 from loopscale.checkpoint.restore import find, load_weights
@@ -23,8 +18,10 @@ from loopscale.corpus.batches import StepBatch, batches, collate
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
 from loopscale.depth import make_prior
+from loopscale.diagnostics import memory
 from loopscale.diagnostics.norms import NormMeter
 from loopscale.environment.compute import matmul_rate, set_threads
+from loopscale.environment.kernels import choose_kernels
 from loopscale.errors import CheckpointError, ClusterError, ConfigError, NumericsError, Problem, UsageError
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
@@ -34,14 +31,16 @@ from loopscale.objective.supervision import GATED
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
+from loopscale.parallel.zero import load_deepspeed
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
-from loopscale.train.banner import Setting, banner, done_line, facts, quantity
+from loopscale.train.banner import Setting, banner, done_line, facts, memory_line
 from loopscale.train.measure import measured_slices
+from loopscale.train.memory import Planned, check_fits, explain, is_out_of_memory
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
-from loopscale.train.step import StepResult, TrainStep
+from loopscale.train.step import StepResult, TrainStep, compute_type
 from loopscale.train.telemetry import Telemetry, new_run_id
 
 
@@ -70,7 +69,7 @@ def train(
     mesh = meshes.start(loaded.config.parallel)
     set_threads(loaded.config.train.threads, mesh.local_size)
     try:
-        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop:
+        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop, run.explaining():
             return run.go(stop, profile)
     except Exception as error:
         with StopRequest():  # torchrun ends the others at once when one has died: they say why first
@@ -94,27 +93,19 @@ class Run:
         self.config = config = self._settled(loaded.config)
         self.batch: Batch = settle(config.batch, config.depth.groups, mesh.data_size)
         self.counts = count(config.model, config.corpus.sequence_length)
-        self._check_memory()
-        measured = measured_slices(config, self.batch, mesh) if config.parallel.slices == "measured" and mesh.stages > 1 else None
-        self.ring = Ring.of(config, self.counts, measured)
+        choose_kernels(config, mesh.device, compute_type(config, mesh.device))  # refused before a folder is made
+        self.ring = Ring.of(config, self.counts)
+        self.stages = meshes.gather_objects(mesh.stage)
+        check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
         place = meshes.on_main(lambda: self._claimed(stem, resume))
         self.folder = place.folder
-
-        self.step = TrainStep(config, self.batch, self.ring, mesh)
-        self.stage, self.optimizer = self.step.stage, self.step.optimizer
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
-        if place.checkpoint is not None:
-            notes += snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
-            self.progress = snapshot.restore(place.checkpoint, self.stage, self.optimizer)
-        elif init is not None:
-            load_weights(find(init), self.stage)
-            self.optimizer.load({h.parameter: p.data for h, p in self.step.trained}, {}, 0)
-        self.started = time.monotonic() - self.progress.elapsed
         self.matmul_rate: float | None = None
-        self._measure_matmul_rate()
+        with self.explaining():
+            notes += self._build(place, init)
         self.setting = Setting(
             self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.ring,
-            self.stage.compute, self.step.kernels,
+            self.stage.compute, self.step.kernels, self.stages, self.predicted,
         )  # fmt: skip
         meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
 
@@ -129,6 +120,7 @@ class Run:
         config, progress = self.config, self.progress
         validation: dict[int, float] = {}
         window = _Window()
+        self.memory.begin()
         with contextlib.closing(self._data()) as data, profiler(self.folder, profile and self.mesh.is_main) as profiled:
             for batch in data:
                 last = progress.step + 1 == config.train.steps
@@ -141,16 +133,17 @@ class Run:
                 self._count(result, batch)
                 profiled()
                 if validated:
-                    with window.aside():
+                    with window.aside(), self.memory.aside():
                         validation = self._validate()
                         self._measure_matmul_rate()
                 if meter is not None:
                     self._log(result, meter, window, validation if validated else {})
                     window = _Window()
+                    self.memory.begin()
                 self.telemetry.advance(progress.step)
                 stopping = result.stop_ranks > 0 and not last
                 if last or stopping or _due(progress.step, config.checkpoint.every):
-                    with window.aside():
+                    with window.aside(), self.memory.aside():
                         self._save(must=last or stopping)
                 if stopping:
                     reason = f"asked to stop by {stop.name or 'a signal to another rank'}; go on with --resume auto"
@@ -163,6 +156,8 @@ class Run:
                 f"({config.optimizer.lr:g}) or the weights of the objective's terms"
             )
         sequences = min(config.validation.sequences, len(self.held_out))
+        if self.heaviest.kinds:
+            self.telemetry.event("memory", progress.step, memory_line(self.setting, self.heaviest))
         self.telemetry.event(
             "done", progress.step, done_line(self.setting, progress.step, progress.elapsed, validation, sequences)
         )
@@ -226,6 +221,8 @@ class Run:
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
         norms = meter.result(sum_over_ranks)
+        ranks = meshes.gather_objects(memory.by_kind(self._held(), self.memory.read()))
+        self.heaviest.see(ranks)
         rate, seconds = self.matmul_rate, window.seconds
         self.telemetry.log(
             {
@@ -245,7 +242,7 @@ class Run:
                 "state_norm_p99": norms.p99,
                 "state_change": norms.change,
                 "skipped": self.progress.skipped,
-                "memory": _peak_memory(self.mesh.device),
+                "memory": {kind: [held[kind] for held in ranks] for kind in memory.KINDS},
                 **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
             }
         )
@@ -309,16 +306,48 @@ class Run:
         model = config.model.model_copy(update={"vocab_size": asked or size})
         return config.model_copy(update={"model": model})
 
-    def _check_memory(self) -> None:
-        """Refuses a model whose parameters, gradients and optimizer state alone are more than a CPU rank's memory."""
-        state = 5 if self.config.parallel.zero == 0 else 2 + 3 / self.mesh.data_size  # fp32 copies of the parameters
-        share = self.counts.total / (self.mesh.tensor_size * self.mesh.stages)
-        needed, free = 4 * share * state * self.mesh.local_size, psutil.virtual_memory().available
-        if self.mesh.device.type == "cpu" and needed > free:
-            raise UsageError(
-                f"{quantity(self.counts.total)} parameters need {needed / 2**30:,.1f} GiB with gradients and optimizer state on "
-                f"{self.mesh.local_size} rank(s), and {free / 2**30:,.1f} GiB are free; choose a smaller model, or more machines"
-            )
+    @property
+    def _planned(self) -> Planned:
+        """What the prediction of memory depends on."""
+        return Planned(self.config, self.batch, self.ring, self.mesh.device, compute_type(self.config, self.mesh.device))
+
+    def _held(self) -> dict[str, int]:
+        """Bytes that stay between steps, by kind."""
+        rotary = self.stage.rotary
+        return memory.held(self.stage, [] if rotary is None else [rotary.turns], self.optimizer)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Where memory runs out, one sentence says who had what of it and what to change."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            mesh = self.mesh
+            now = memory.by_kind(self._held(), self.memory.now()) if hasattr(self, "stage") else {}
+            raise explain(error, self._planned, rank=mesh.rank, stage=mesh.stage, doing=mesh.watch.doing, now=now) from None
+
+    def _build(self, place: folders.Place, init: Path | None) -> list[str]:
+        """Builds this rank's part of the model, as a checkpoint has it if there is one; returns what changed since then."""
+        config, mesh, changes = self.config, self.mesh, list[str]()
+        load_deepspeed()  # libraries are not the model's memory
+        self.memory, self.heaviest = memory.PeakMemory(mesh.device), memory.Heaviest()
+        mesh.watch.doing = "building its part of the model"
+        if config.parallel.slices == "measured" and mesh.stages > 1:
+            self.ring = Ring.of(config, self.counts, measured_slices(config, self.batch, mesh))
+        self.predicted = self._planned.predict()
+        self.step = TrainStep(config, self.batch, self.ring, mesh)
+        self.stage, self.optimizer = self.step.stage, self.step.optimizer
+        if place.checkpoint is not None:
+            changes = snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
+            self.progress = snapshot.restore(place.checkpoint, self.stage, self.optimizer)
+        elif init is not None:
+            load_weights(find(init), self.stage)
+            self.optimizer.load({h.parameter: p.data for h, p in self.step.trained}, {}, 0)
+        self.started = time.monotonic() - self.progress.elapsed
+        self._measure_matmul_rate()
+        return changes
 
     def _claimed(self, stem: str, resume: str | None) -> folders.Place:
         """The place of the run, its folder taken for this process before its past is looked at."""
@@ -389,10 +418,3 @@ def _due(step: int, every: int) -> bool:
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

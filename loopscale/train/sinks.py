@@ -173,13 +173,16 @@ class TensorBoard(Sink):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth."""
+    """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth,
+    memory by kind on the rank that has most of it."""
     flat: dict[str, float | None] = {}
     for key, value in record.items():
         if key == "step" or value in (None, [], {}):
             continue
         if key == "depths":
             flat["depth"] = sum(value) / len(value)
+        elif key == "memory":
+            flat |= {f"memory/{kind}": max(ranks) for kind, ranks in value.items()}
         elif isinstance(value, Mapping):
             flat |= {f"{key}/depth_{depth}": loss for depth, loss in value.items()}
         elif isinstance(value, list):

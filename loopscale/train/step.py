@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from loopscale.config import Batch, Config
-from loopscale.config.tree import ObjectiveConfig
 from loopscale.corpus.batches import Microbatch, StepBatch
 from loopscale.depth import DepthController, DepthLaw, GroupSums
 from loopscale.environment.kernels import choose_kernels
@@ -20,7 +19,7 @@ from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring, draws_at, work_of, works_at
 from loopscale.model.stage import LoopedStage
-from loopscale.objective.supervision import exits, term_names
+from loopscale.objective.supervision import exits, is_trained, term_names
 from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_ranks, sum_over_replicas
 from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Operation, Plan, Work
@@ -74,7 +73,7 @@ class TrainStep:
             objective=config.objective, compute=compute, loss_chunk=config.train.loss_chunk,
             recompute_layers=config.train.recompute == "layer", kernels=self.kernels.layers, device=mesh.device,
         )  # fmt: skip
-        self.trained = [(h, p) for h, p in self.stage.held() if _is_trained(config.objective, h.parameter)]
+        self.trained = [(h, p) for h, p in self.stage.held() if is_trained(config.objective, h.parameter)]
         self.stage.requires_grad_(False)
         for _, parameter in self.trained:
             parameter.requires_grad_(True)
@@ -174,11 +173,6 @@ class TrainStep:
     def _gradients_finite(self) -> bool:
         gradients: list[Tensor] = [p.grad for p in self.stage.parameters() if p.grad is not None]
         return bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients)).sum()))
-
-
-def _is_trained(objective: ObjectiveConfig, parameter: str) -> bool:
-    """Stage II of the exit gate trains the gate and freezes the language model."""
-    return objective.kind != "exit_gate_stage2" or parameter.startswith("gate.")
 
 
 def compute_type(config: Config, device: torch.device) -> torch.dtype:

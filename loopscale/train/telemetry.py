@@ -10,7 +10,7 @@ dict per logged step; its keys (those left out are simply not shown):
     depths                     the depth drawn by each group
     state_norm, state_norm_p99, state_change    one number per loop; norms are L2 over the width
     validation                 {depth: held-out loss}, where a validation was due
-    memory                     peak resident bytes
+    memory                     {kind: bytes of each rank}; the kinds are those of `diagnostics.memory`
 """
 
 from __future__ import annotations

@@ -26,10 +26,22 @@ def test_a_ring_is_told_with_its_heaviest_stage(config):
         "ranks    node 0: home of replicas 0–1; node 1: stage 1 of replicas 0–1",
     ]
     heaviest = next(line for line in said if line.startswith("memory"))
-    assert heaviest.startswith("memory   per rank of stage 1, the heaviest stage: weights")
+    assert heaviest.startswith("memory   per rank of stage 1, the heaviest stage: parameters")
     total = re.search(r"= ([\d.]+) GiB · visits in bf16$", heaviest)[1]
     by_stage = re.fullmatch(r" +by stage, GiB: home: ([\d.]+) · stage 1: ([\d.]+)", said[said.index(heaviest) + 1])
     assert by_stage[2] == total and float(by_stage[1]) < float(total)
+
+
+def test_the_kinds_add_up_to_the_peak_and_an_assumed_precision_is_told(config):
+    memory = next(
+        line for line in dry_run(config(model={"hidden_size": 1024, "ffn_size": 4096})).splitlines() if "memory" in line
+    )
+    kinds, peak = re.fullmatch(r"memory   per rank: (.*)  = ([\d.]+) GiB · visits in fp32, for CPUs", memory).groups()
+    numbers = [float(number) for number in re.findall(r"[\d.]+", kinds)]
+    assert re.findall("[a-z]+", kinds) == ["parameters", "gradients", "optimizer", "buffers", "activations", "logits"]
+    assert sum(numbers) == pytest.approx(float(peak), abs=0.03) and float(peak) > 1
+    with_copies = dry_run(config(batch={"global_batch": 8}, corpus={"sequence_length": 2}, depth={"prior": "fixed", "mean": 1}))
+    assert "  update " in with_copies and "  activations " not in with_copies
 
 
 @pytest.mark.parametrize("kind", ["exit_gate", "exit_gate_stage2"])

@@ -24,7 +24,7 @@ def record(step: int, loss: float | None, **changes: Any) -> dict[str, Any]:
         "state_norm": [8.0, 8.1, 8.2],
         "state_norm_p99": [10.0, 10.1, 10.2],
         "skipped": 0,
-        "memory": 2**30,
+        "memory": {"parameters": [2**28, 2**29], "activations": [2**29, 2**28], "peak": [2**30, 3 * 2**28]},
     } | changes
 
 

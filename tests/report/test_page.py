@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -95,12 +96,28 @@ def test_sections_show_events_config_with_origins_and_environment(tmp_path):
     text = Page(page(read_run(run_folder.whole(tmp_path)))).text
     for shown in (
         "2026-11-30 06:02:00 UTC", "resumed", "<b>blind</b> spot\nremedy: none", "model.hidden_size", "configs/tiny.yaml",
-        "default", "torch version", "2.14.1", "git revision", "5c1e", "1,912,448", "1.00 GiB", "seed 7",
+        "default", "torch version", "2.14.1", "git revision", "5c1e", "1,912,448", "seed 7",
         "f57258f61 with uncommitted changes",
         "tokens per second, median", "2,920", "81%", "0:00:21",
     ):  # fmt: skip
         assert shown in text, shown
     assert "a secret" not in text
+
+
+def test_memory_is_told_by_kind_of_the_heaviest_rank_of_each_stage_beside_what_was_predicted(tmp_path):
+    """Ranks 0 and 1 are home, rank 2 is stage 1; rank 1 holds most of all at the second logged step."""
+    memory = {"parameters": [2**28, 2**28, 2**27], "optimizer_cpu": [0, 0, 0], "peak": [2**30, 2**29, 2**28]}
+    records = [run_folder.record(1, 5.0, memory=memory), run_folder.record(2, 4.0, memory=memory | {"peak": [0, 2**31, 0]})]
+    about = {"stages": [0, 0, 1], "predicted": [{"parameters": 2**28, "peak": 3 * 2**29}, {"parameters": 2**26, "peak": 2**28}]}
+    folder = run_folder.write(tmp_path, records, manifest=run_folder.manifest(memory=about))
+    table = page(read_run(folder)).split("memory, GiB")[1].split("</table>")[0]
+    rows = [re.findall("<td>(.*?)</td>", row) for row in table.split("<tr>")[1:]]
+    assert rows == [
+        ["0 (rank 1)", "parameters", "0.250", "0.250"],
+        ["0 (rank 1)", "peak", "2.000", "1.500"],
+        ["1 (rank 2)", "parameters", "0.125", "0.062"],
+        ["1 (rank 2)", "peak", "0.250", "0.250"],
+    ]
 
 
 def test_names_are_escaped_everywhere(tmp_path):

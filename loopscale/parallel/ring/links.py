@@ -77,13 +77,15 @@ class Links:
             self._kept[message] = tensor
             return
         self.bytes_sent += tensor.numel() * tensor.element_size()
-        self._senders[message.kind].send(tensor.contiguous())
+        self._senders[message.kind].send(message.microbatch, tensor.contiguous())
 
     def take(self, message: Message) -> Tensor:
         """Waits for what the neighbour sends as ``message``."""
         while message not in self._kept:
             arrived, tensor = self._receivers[message.kind].next()
             self._kept[arrived] = tensor
+        for sender in self._senders.values():
+            sender.answered(message.microbatch)
         return self._kept.pop(message)
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class Links:
         """One message each way, since backends connect at the first use: all senders first, none of them waits."""
         probe = torch.zeros(1, device=self._device)
         for sender in self._senders.values():
-            sender.send(probe)
+            sender.send(0, probe)
         for receiver in self._receivers.values():
             receiver.open([(Message(MessageKind.STATE, 0, 0), probe.shape)], self._device)
             receiver.next()
@@ -110,22 +112,28 @@ def _group(timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
 
 
 class _Sender:
+    """A tensor must live until it has left, and gloo tells of that only when waited for. A microbatch is a chain of
+    operations: whoever takes a message about it knows that all it has sent about it before has arrived."""
+
     def __init__(self, group: dist.ProcessGroup, target: int, waits: Waits):
         self._group, self._target, self._waits = group, target, waits
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()  # a tensor must live until it has left
+        self._leaving: dict[int, list[tuple[dist.Work, Tensor]]] = {}  # by microbatch
 
-    def send(self, tensor: Tensor) -> None:
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+    def send(self, microbatch: int, tensor: Tensor) -> None:
         work = dist.isend(tensor, self._target, group=self._group)
         assert work is not None
-        self._leaving.append((work, tensor))
+        self._leaving.setdefault(microbatch, []).append((work, tensor))
+
+    def answered(self, microbatch: int) -> None:
+        """Lets go of what was sent about ``microbatch``."""
+        self._waits.waiting_for = self._target
+        for work, _ in self._leaving.pop(microbatch, ()):
+            work.wait()
+        self._waits.waiting_for = None
 
     def finish(self) -> None:
-        self._waits.waiting_for = self._target
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
-        self._waits.waiting_for = None
+        for microbatch in list(self._leaving):
+            self.answered(microbatch)
 
 
 class _Receiver:
