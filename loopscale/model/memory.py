@@ -449,6 +449,7 @@ def _update_peak(rank: _Rank, groups: list[list[int]], padded: list[int]) -> int
     total, largest = 4 * sum(sizes), max(sizes, default=0)
     if not parallel.zero:
         return max(min(total, 4 * (UNDIVIDED_BUCKET + largest)), 4 * largest, rank.undivided())
-    bucket = max(min(total, 4 * BUCKET), rank.undivided())
+    whole = parallel.offload_optimizer  # then the bucket is made as large as it may be
+    bucket = max(4 * BUCKET if whole else min(total, 4 * BUCKET), rank.undivided())
     own = total // replicas  # gradients of other ranks' parts are gone by then
     return max(bucket, own + max(8 * largest, 4 * max(padded, default=0) // replicas) - total)

@@ -75,6 +75,28 @@ def test_two_ranks(ranks, zero_stage):
     assert max(ranks.run(compare, 2, zero_stage, reload_at=3)) <= TOLERANCE
 
 
+def state_bytes(mesh, offload: bool) -> int:
+    """Bytes of this rank's part of the optimizer's state after a step of some 10^5 weights."""
+    from loopscale.parallel.zero import ZeroOptimizer
+
+    weights = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in (("matrix", (321, 311)), ("gain", (311,)))}
+    zero = ZeroOptimizer(weights, KINDS, CONFIG, 1, offload=offload)
+    for parameter in weights.values():
+        parameter.grad = torch.ones_like(parameter)
+    zero.step(1.0)
+    return sum(t.nbytes for t in zero.state_tensors())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("offload", [False, True])
+def test_optimizer_state_falls_as_one_over_replicas(mesh, ranks, offload):
+    """Master part and two moments, 12 bytes a weight, on one rank and on 2 and 4."""
+    whole = 12 * (321 * 311 + 311)
+    assert state_bytes(mesh, offload) == pytest.approx(whole, rel=0.02)
+    for size in (2, 4):
+        assert ranks.run(state_bytes, size, offload) == pytest.approx([whole / size] * size, rel=0.02)
+
+
 def test_muon_steps_matrices_and_adamw_the_rest(mesh):
     """Six steps beside torch's own two optimizers, with a reload in the middle."""
     from loopscale.parallel.zero import ZeroOptimizer
