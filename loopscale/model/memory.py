@@ -20,9 +20,9 @@ from loopscale.config.tree import ModelConfig
 from loopscale.model.ring import Ring, work_of
 from loopscale.model.weights import Holder, has_value_embedding, holders, padded_rows
 from loopscale.objective.supervision import GATED, exits, is_trained
+from loopscale.parallel.buckets import BUCKET, UNDIVIDED_BUCKET
 from loopscale.parallel.ring.links import POSTED
 from loopscale.parallel.ring.plan import Kind, Plan
-from loopscale.parallel.zero import BUCKET, UNDIVIDED_BUCKET
 
 PLANNED = 4
 """Microbatches that are planned for each that the ring holds at once: more repeat what these have shown."""

@@ -20,17 +20,11 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from loopscale.config.tree import OptimizerConfig
+from loopscale.parallel.buckets import BUCKET
 from loopscale.parallel.mesh import sum_over_replica, sum_over_tensor_ranks
 
 Moments = dict[str, dict[str, Tensor]]
 """{moment as the optimizer names it: {parameter name: whole tensor}}."""
-
-
-BUCKET = 2**26
-"""Elements of gradients that are added up over replicas at once, by way of a copy: 256 MiB keep any network busy, where
-DeepSpeed's 5e8 would copy all gradients of a billion parameters."""
-UNDIVIDED_BUCKET = 500_000_000
-"""The same where the state is not divided (ZeRO 0); DeepSpeed has no setting for it."""
 
 
 class ZeroOptimizer:

@@ -23,7 +23,7 @@ def gradients(step: int, ranks: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for _ in range(ranks)]
 
 
-def compare(mesh, zero_stage: int, reload_at: int | None = None) -> float:
+def compare(mesh, zero_stage: int, reload_at: int | None = None, offload: bool = False) -> float:
     """Eight steps of changing rate; the averaged gradients are clipped; optionally a new optimizer takes over midway.
 
     Returns the largest difference of any weight after the last step.
@@ -31,7 +31,7 @@ def compare(mesh, zero_stage: int, reload_at: int | None = None) -> float:
     from loopscale.parallel.zero import ZeroOptimizer
 
     ours, plain = parameters(), parameters()
-    zero = ZeroOptimizer(ours, KINDS, CONFIG, zero_stage)
+    zero = ZeroOptimizer(ours, KINDS, CONFIG, zero_stage, offload=offload)
     groups = [
         {"params": [plain["matrix"], plain["other"]], "weight_decay": 0.1},
         {"params": [plain["gain"]], "weight_decay": 0.0},
@@ -58,7 +58,7 @@ def compare(mesh, zero_stage: int, reload_at: int | None = None) -> float:
             weights = {n: p.detach().clone() for n, p in ours.items()}
             kept = {m: {n: t.clone() for n, t in held.items()} for m, held in moments.items()}
             ours = parameters()
-            applied, zero = zero.applied_steps, ZeroOptimizer(ours, KINDS, CONFIG, zero_stage)
+            applied, zero = zero.applied_steps, ZeroOptimizer(ours, KINDS, CONFIG, zero_stage, offload=offload)
             zero.load(weights, kept, applied)
     return max(float((ours[name] - plain[name]).abs().max()) for name in ours)
 
@@ -67,6 +67,11 @@ def compare(mesh, zero_stage: int, reload_at: int | None = None) -> float:
 @pytest.mark.parametrize("reload_at", [None, 3])
 def test_one_rank(mesh, zero_stage, reload_at):
     assert compare(mesh, zero_stage, reload_at) <= TOLERANCE
+
+
+@pytest.mark.parametrize("reload_at", [None, 3])
+def test_one_rank_with_its_state_offloaded(mesh, reload_at):
+    assert compare(mesh, 1, reload_at, offload=True) <= TOLERANCE
 
 
 @pytest.mark.ranks

@@ -54,7 +54,8 @@ def test_an_allocation_that_fails_ends_the_run_with_one_sentence(runs):
     assert "Traceback" not in done.stderr
     sentence = done.stderr.strip().splitlines()[-1]
     assert re.match(
-        r"error: rank 0 \(stage 0\) ran out of memory while running [a-z ]+ ?\d* of microbatch 0 of step 1, for want of \S+ GiB; "
+        r"error: rank 0 \(stage 0\) ran out of memory while running [a-z ]+ ?\d* of microbatch 0 of step 1, "
+        r"for want of \S+ GiB; "
         r"it held, in GiB \(predicted at most\): parameters \S+ \(\S+\), .*activations \S+ \(\S+\), in all \S+ \(\S+\); "
         r"of the \S+ GiB predicted, activations are the largest part\. To make it smaller, set batch\.microbatch=64 ",
         sentence,
