@@ -170,8 +170,8 @@ def test_a_plan_is_shown_and_drawn_before_anything_is_started(ring_config, tmp_p
         (["plan", "--step", "500"], "--step is 500; the run has steps 0 to 499 (train.steps 500)"),
         (["plan", "--draw", "plan.gif"], "--draw plan.gif: the name must end in .png, .svg or .pdf"),
         (["plan", "--draw", "nowhere/plan.png"], "nowhere/plan.png"),
-        (["plan", "--nodes", "3", "--per-node", "1"], "does not divide 3 rank"),
-        (["train", "--dry-run", "--nodes", "1", "--per-node", "3"], "does not divide 3 rank"),
+        (["plan", "--nodes", "3", "--per-node", "1"], "divide 3 rank(s); start a multiple of"),
+        (["train", "--dry-run", "--nodes", "1", "--per-node", "3"], "divide 3 rank(s); start a multiple of"),
         (["plan", "model.vocab_size=null"], "must be given, since the corpus cannot tell it"),
     ],
 )

@@ -208,10 +208,8 @@ def _layout(config: Config) -> Iterator[Problem]:
         )
         yield Problem("parallel.zero", f"{parallel.zero} {reason}; use 0 or 1")
     if parallel.offload_optimizer and parallel.zero == 0:
-        yield Problem(
-            "parallel.offload_optimizer",
-            "needs parallel.zero=1, since ZeRO 0 leaves the update to the device; use that, or false",
-        )
+        remedy = "use false" if config.optimizer.name == "muon" else "use that, or false"
+        yield Problem("parallel.offload_optimizer", f"needs parallel.zero=1, since ZeRO 0 updates on the device; {remedy}")
     if config.train.offload_activations and config.train.recompute == "visit":
         yield Problem(
             "train.offload_activations",

@@ -1,9 +1,10 @@
-"""The configuration tree in words: every key for ``--keys``, a JSON schema for editors, values with their origins."""
+"""The configuration tree in words: every key for ``--keys``, a JSON schema for editors, values with their origins,
+what differs between two."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -60,3 +61,15 @@ def _scalar(value: Any) -> str:
     if isinstance(plain, (BaseModel, list)) and any(isinstance(v, BaseModel) for v in plain):
         return "[...]"
     return yaml.safe_dump(plain, default_flow_style=True, width=10**9, allow_unicode=True).split("\n")[0]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of two configuration trees as plain values."""
+    found = []
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append((f"{prefix}{key}", old, new))
+    return found

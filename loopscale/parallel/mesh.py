@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loopscale.config.tree import ParallelConfig
+from loopscale.config.show import differences
+from loopscale.config.tree import ParallelConfig, Section
 from loopscale.environment.megatron import run_on_cpu
 from loopscale.errors import ClusterError, ConfigError, LoopscaleError, Problem, UsageError, describe_fault
 from loopscale.parallel.ring.links import Links
@@ -100,8 +101,12 @@ def replicas(parallel: ParallelConfig, world: int) -> int:
     """Data-parallel replicas that ``world`` ranks make; raises :class:`ConfigError` when they do not divide."""
     size = parallel.tensor * parallel.pipeline
     if world % size:
-        sentence = f"{parallel.tensor} × parallel.pipeline {parallel.pipeline} does not divide {world} rank(s)"
-        raise ConfigError("layout", [Problem("parallel.tensor", sentence)])
+        key = "tensor" if parallel.pipeline == 1 else "pipeline"
+        sentence = (
+            f"is {getattr(parallel, key)}: parallel.tensor {parallel.tensor} × parallel.pipeline {parallel.pipeline} does not "
+            f"divide {world} rank(s); start a multiple of {size} ranks, or change one of the two"
+        )
+        raise ConfigError("layout", [Problem(f"parallel.{key}", sentence)])
     return world // size
 
 
@@ -132,6 +137,7 @@ def _start(parallel: ParallelConfig, rank: int, world: int, local_rank: int, loc
 
     timeout = timedelta(seconds=parallel.timeout)
     store = _join(rank, world, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+    require_same(parallel, "parallel.")  # ranks that divided themselves differently would wait for each other for ever
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             parallel.tensor,
@@ -183,6 +189,15 @@ def _wait_for_all(store: dist.Store, rank: int, world: int) -> None:
     except dist.DistError:
         missing = [r for r in range(world) if not store.check([f"here/{r}"])]
         raise ClusterError(f"ranks {missing} of {world} have not started within {STARTING.seconds} s") from None
+
+
+def require_same(config: Section, prefix: str = "") -> None:
+    """Raises :class:`ClusterError` where a rank was started with another ``config`` than rank 0. A collective."""
+    first, *others = gather_objects(config.model_dump(mode="json")) if dist.get_world_size() > 1 else [{}]
+    for rank, other in enumerate(others, 1):
+        for key, expected, found in differences(first, other, prefix):
+            sentence = f"{key} is {found} on rank {rank} and {expected} on rank 0"
+            raise ClusterError(f"{sentence}; start all ranks with one configuration")
 
 
 def is_lost_contact(error: RuntimeError) -> bool:

@@ -92,7 +92,8 @@ class Watch:
             lost = 0
         if lost is None:
             return self.last_words(f"contact to another rank is lost ({_first_line(error)}); {noticed}")
-        who = f"rank {lost} is gone, or has not answered for {timeout:g} s"
+        where = " (stage 0)" if lost == 0 else ""  # rank 0 is of the home stage at every layout
+        who = f"rank {lost}{where} is gone, or has not answered for {timeout:g} s"
         if lost in reports:
             report = reports[lost]
             who = (

@@ -165,18 +165,6 @@ QUIET = ("run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpu
 """What may change without changing the run."""
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of two configuration trees as plain values."""
-    found = []
-    for key in {**before, **now}:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append((f"{prefix}{key}", old, new))
-    return found
-
-
 def config_text(config: Config) -> str:
     """The resolved tree as YAML that loads again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -22,7 +22,7 @@ from loopscale.diagnostics import memory
 from loopscale.diagnostics.norms import NormMeter
 from loopscale.environment.compute import matmul_rate, set_threads
 from loopscale.environment.kernels import choose_kernels
-from loopscale.errors import CheckpointError, ClusterError, ConfigError, NumericsError, Problem, UsageError
+from loopscale.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Problem, UsageError
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
@@ -69,10 +69,18 @@ def train(
     mesh = meshes.start(loaded.config.parallel)
     set_threads(loaded.config.train.threads, mesh.local_size)
     try:
+        meshes.require_same(loaded.config)
         with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop, run.explaining():
             return run.go(stop, profile)
     except Exception as error:
         with StopRequest():  # torchrun ends the others at once when one has died: they say why first
+            if "DataLoader worker" in str(error):  # raised by torch's handler of dead children, wherever it interrupts
+                lost = DataError(
+                    "a process that reads the corpus was killed, perhaps for want of memory; start again with --resume auto, "
+                    f"and with fewer corpus.workers than {loaded.config.corpus.workers} if it happens again"
+                )
+                mesh.watch.stopped(lost)
+                raise lost from None
             if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
                 sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
                 raise ClusterError(f"{sentence}; start again with --resume auto") from None
@@ -202,8 +210,9 @@ class Run:
         )  # fmt: skip
         if progress.bad_in_a_row >= self.config.train.bad_steps:
             raise NumericsError(
-                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient. "
-                f"Go on from the last checkpoint with a lower optimizer.lr than {self.config.optimizer.lr:g}: --resume auto"
+                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient. With "
+                f"--resume auto and a lower optimizer.lr than {self.config.optimizer.lr:g} it goes on from the last checkpoint, "
+                f"or begins again where none was saved"
             )
 
     def _validate(self) -> dict[int, float]:
@@ -374,13 +383,15 @@ class Run:
             self.telemetry.event("init", resumed, f"weights from {init}")
 
     def _without_effect(self) -> Iterator[str]:
-        """Settings that are for GPUs, on a machine that has none."""
+        """Settings that change nothing here."""
         asked = {
             "parallel.offload_optimizer": self.config.parallel.offload_optimizer,
             "train.offload_activations": self.config.train.offload_activations,
         }
         if self.mesh.device.type == "cpu":
             yield from (f"{key}=true saves nothing here: this device's memory is the CPU's" for key, on in asked.items() if on)
+        if self.config.parallel.sequence_parallel and self.config.parallel.tensor == 1:
+            yield "parallel.sequence_parallel=true divides nothing while parallel.tensor is 1"
 
 
 class _Window:

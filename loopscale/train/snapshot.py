@@ -11,6 +11,7 @@ from torch import Tensor
 from loopscale.checkpoint import store
 from loopscale.checkpoint.restore import load_own, set_weights
 from loopscale.config import Config
+from loopscale.config.show import differences
 from loopscale.errors import CheckpointError
 from loopscale.model.stage import LoopedStage
 from loopscale.parallel.mesh import gather_shares
@@ -77,7 +78,7 @@ def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: in
             f"{fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
         )
     before = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    differing = folders.differences(before, config.model_dump(mode="json"))
+    differing = differences(before, config.model_dump(mode="json"))
     found = [d for d in differing if d[0] != "batch.global_batch"]  # what counts is the settled size
     if state["global_batch"] != global_batch:
         found.append(("batch.global_batch", state["global_batch"], global_batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loopscale.config import Config, from_values
+from loopscale.config.show import differences
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.train import folder as folders
 
@@ -49,4 +50,4 @@ def test_a_folder_is_held_until_it_is_let_go(tmp_path):
 
 def test_differences_name_the_dotted_key():
     before, now = {"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"b": 1, "c": [2]}, "e": 3}
-    assert folders.differences(before, now) == [("a.c", [1], [2]), ("d", 2, None), ("e", None, 3)]
+    assert differences(before, now) == [("a.c", [1], [2]), ("d", 2, None), ("e", None, 3)]

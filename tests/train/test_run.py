@@ -12,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from loopscale.corpus.packing import PackedCorpus
@@ -82,7 +83,8 @@ def test_a_run_goes_on_at_another_layout(one_process, runs):
     [
         (1, ["parallel.pipeline=4"], "4 stages need at least 3 core layers beside the home stage; model.core_layers is 2"),
         (1, ["parallel.tensor=4"], "4 does not divide model.kv_heads 2; use a common divisor, or 1"),
-        (1, ["parallel.tensor=2"], "2 × parallel.pipeline 1 does not divide 1 rank"),
+        (1, ["parallel.tensor=2"], "2 × parallel.pipeline 1 does not divide 1 rank(s); start a multiple of 2 ranks"),
+        (1, ["train.kernels=te"], "te cannot be had: it runs on GPUs alone; use auto or torch"),
         (1, ["parallel.context=2"], "context parallelism is not offered"),
         (1, ["parallel.slices=[1,1]"], "must be one number for each of the 1 stage(s)"),
         (2, ["parallel.pipeline=2", "batch.global_batch=6", "batch.microbatch=4"], "must divide the depth group of 3 sequences"),
@@ -239,6 +241,19 @@ def wait_for_steps(runs: Runs, name: str, process: subprocess.Popen, steps: int)
     while not (runs.path(name) / "metrics.jsonl").exists() or len(runs.records(name)) < steps:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
+
+
+def test_a_killed_reader_ends_the_run_with_one_sentence(runs):
+    process = runs.start("read", "train.steps=4000", "corpus.workers=1")
+    wait_for_steps(runs, "read", process, 2)
+    readers = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "resource_tracker" not in child.cmdline()
+    ]
+    readers[-1].kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a process that reads the corpus was killed" in output
+    assert "Traceback" not in output
 
 
 def test_another_corpus_is_not_resumed_unless_told(runs, tmp_path):
