@@ -21,13 +21,14 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from loopscale.parallel.zero import ZeroOptimizer
+if TYPE_CHECKING:
+    from loopscale.parallel.zero import ZeroOptimizer
 
 KINDS = ("parameters", "gradients", "optimizer", "optimizer_cpu", "buffers", "activations", "peak")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -38,6 +39,8 @@ def held(stage: nn.Module, tables: Sequence[Tensor], optimizer: ZeroOptimizer) -
 
     ``tables``: what the stage keeps beside parameters and registered buffers.
     """
+    from megatron.core import parallel_state
+
     parameters = list(stage.parameters())
     here = parameters[0].device.type
     state = list(optimizer.state_tensors())

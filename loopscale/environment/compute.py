@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices, and with how many threads."""
+"""How fast this machine multiplies matrices, with how many threads, and in which type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from loopscale.config.tree import Config
+
 _DENSE_BF16_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12}
 """Dense (not sparse) bf16 peaks, from the vendors' data sheets; the SXM parts where there are several."""
 
@@ -18,6 +20,12 @@ def set_threads(threads: int | None, local_size: int) -> int:
     count = threads or max(1, len(os.sched_getaffinity(0)) // local_size)
     torch.set_num_threads(count)
     return count
+
+
+def compute_type(config: Config, device: torch.device) -> torch.dtype:
+    """The type of the visits: bf16 on a GPU and fp32 on a CPU unless the configuration says."""
+    bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 def matmul_rate(shapes: Sequence[tuple[int, int]], tokens: int, device: torch.device, seconds: float = 0.4) -> float | None:

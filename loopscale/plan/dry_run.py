@@ -6,13 +6,13 @@ import torch
 
 from loopscale.config import Config
 from loopscale.depth import make_prior
+from loopscale.environment.compute import compute_type
 from loopscale.model.flops import training_flops
 from loopscale.model.memory import Memory, predict_memory
 from loopscale.model.ring import work_of
 from loopscale.objective.supervision import GATED
 from loopscale.plan.layout import Layout, by_stage, stages_named
 from loopscale.train.banner import quantity, sizes
-from loopscale.train.step import compute_type
 
 _GIB = 2**30
 

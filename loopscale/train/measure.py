@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from loopscale.config import Batch, Config
+from loopscale.environment.compute import compute_type
 from loopscale.environment.kernels import choose_kernels
 from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.ring import even_slices, work_of
@@ -18,7 +19,6 @@ from loopscale.parallel.mesh import Mesh, Place, on_main
 from loopscale.parallel.ring.execute import Task, execute
 from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import Costs, Kind, Operation, plan
-from loopscale.train.step import compute_type
 
 REPEATS = 5
 

@@ -20,7 +20,7 @@ from loopscale.corpus.packing import PackedCorpus
 from loopscale.depth import make_prior
 from loopscale.diagnostics import memory
 from loopscale.diagnostics.norms import NormMeter
-from loopscale.environment.compute import matmul_rate, set_threads
+from loopscale.environment.compute import compute_type, matmul_rate, set_threads
 from loopscale.environment.kernels import choose_kernels
 from loopscale.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Problem, UsageError
 from loopscale.evaluate.perplexity import loss_by_depth
@@ -40,7 +40,7 @@ from loopscale.train.memory import Planned, check_fits, explain, is_out_of_memor
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
-from loopscale.train.step import StepResult, TrainStep, compute_type
+from loopscale.train.step import StepResult, TrainStep
 from loopscale.train.telemetry import Telemetry, new_run_id
 
 

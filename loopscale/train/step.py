@@ -14,6 +14,7 @@ from torch import Tensor
 from loopscale.config import Batch, Config
 from loopscale.corpus.batches import Microbatch, StepBatch
 from loopscale.depth import DepthController, DepthLaw, GroupSums
+from loopscale.environment.compute import compute_type
 from loopscale.environment.kernels import choose_kernels
 from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
@@ -173,12 +174,6 @@ class TrainStep:
     def _gradients_finite(self) -> bool:
         gradients: list[Tensor] = [p.grad for p in self.stage.parameters() if p.grad is not None]
         return bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients)).sum()))
-
-
-def compute_type(config: Config, device: torch.device) -> torch.dtype:
-    """The type of the visits: bf16 on a GPU and fp32 on a CPU unless the configuration says."""
-    bf16 = config.train.precision == "bf16" or (config.train.precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else torch.float32
 
 
 class Planner:

@@ -18,6 +18,7 @@ from loopscale.config import Config, settle
 from loopscale.corpus.batches import StepBatch, collate
 from loopscale.corpus.packing import Sample, starts_of, targets_of
 from loopscale.diagnostics.memory import held
+from loopscale.environment.compute import compute_type
 from loopscale.model.flops import count
 from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.memory import Memory, elements, layer_bytes, predict_memory, stage_holders
@@ -25,7 +26,7 @@ from loopscale.model.ring import Ring
 from loopscale.model.stage import LoopedStage
 from loopscale.model.weights import holders
 from loopscale.parallel.mesh import Mesh, Place
-from loopscale.train.step import TrainStep, compute_type
+from loopscale.train.step import TrainStep
 
 VOCABULARY, LENGTH = 1001, 128
 
