@@ -299,9 +299,8 @@ class _Rank:
         head = padded_rows(model.vocabulary, self.tensor) // self.tensor * model.hidden_size
         rows, width = decoded * self.tokens, 2 if self.bf16 else 4
         chunk = min(self.config.train.loss_chunk, rows) * head // model.hidden_size
-        chunks = 1 if rows <= self.config.train.loss_chunk else 2  # the last one is there until the next has been made
         differentiated = objective.kind != "exit_gate_stage2"
-        logits = chunks * (6 if self.bf16 else 4) * chunk + (4 * head if self.bf16 else 0)
+        logits = (6 if self.bf16 else 4) * chunk + (4 * head if self.bf16 else 0)
         logits += 4 * head if differentiated and again else 0
         coda = self.block(model.prelude_layers + model.core_layers, model.coda_layers)
         coda_kept = decoded * (coda.kept if differentiated else 0) + (0 if differentiated else coda.forward)
@@ -347,7 +346,9 @@ class _Ledger:
         self.fed: set[int] = set()
         received = plan.messages(rank.stage)
         channels = bool(received.states_received) + bool(received.gradients_received)
+        self.mask = 0 if rank.varlen else 4 * rank.batch.microbatch * rank.length**2  # a microbatch's, until the step ends
         self.held = channels * POSTED * rank.state + 16 * rank.tokens * rank.batch.accumulation  # tokens and targets
+        self.held += (rank.batch.accumulation - len(plan.work)) * self.mask  # of those that are not planned
         self.most = (self.held, 0)
 
     def _kept(self) -> int:
@@ -385,8 +386,7 @@ class _Ledger:
 
     def _visit(self, m: int, r: int) -> None:
         rank = self.rank
-        if r == 1 and not rank.varlen:
-            self.held += 4 * rank.batch.microbatch * rank.length**2  # the mask of a microbatch, until the step ends
+        self.held += self.mask if r == 1 else 0
         gradient = r >= self.first
         self._needs(self.visit.forward if self.recomputed or not gradient else max(self.visit.kept, self.visit.forward))
         self.held += self.kept if gradient else 0

@@ -63,17 +63,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 share.reduce(sums, "sum")
                 total, target_logit = sums.chunk(2)
             losses[part] = ((total.log() + top - target_logit) * scored).squeeze(1)
-            if d_states is None and d_weight is None:
-                continue
-            d_logits = exponentials.mul_(scored / total)
-            d_logits.scatter_add_(1, index, -held.to(d_logits.dtype))
-            if row_weights is not None:
-                d_logits.mul_(row_weights[part, None])
-            d_logits = d_logits.to(states.dtype)
-            if d_states is not None:
-                torch.mm(d_logits, compute_weight, out=d_states[part])
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits.t(), states[part], first=start == 0)
+            if needs_states or needs_weight:
+                d_logits = exponentials.mul_(scored / total)
+                d_logits.scatter_add_(1, index, -held.to(d_logits.dtype))
+                if row_weights is not None:
+                    d_logits.mul_(row_weights[part, None])
+                d_logits = d_logits.to(states.dtype)
+                if d_states is not None:
+                    torch.mm(d_logits, compute_weight, out=d_states[part])
+                if d_weight is not None:
+                    _accumulate(d_weight, d_logits.t(), states[part], first=start == 0)
+                del d_logits
+            del logits, exponentials  # before the next chunk's are there
         ctx.save_for_backward(d_states, d_weight, losses if row_weights is not None else None)
         ctx.mark_non_differentiable(losses)
         return (losses if row_weights is None else losses * row_weights).sum(), losses
