@@ -133,8 +133,11 @@ class Watch:
                 answers.append(question(store))
 
         thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(ASKING)
+        try:
+            thread.start()
+            thread.join(ASKING)
+        except RuntimeError:  # no memory for a thread: this may be why the run ends, and the others must hear it
+            ask()
         if not answers:
             self._store = None
             return None

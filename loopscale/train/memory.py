@@ -20,6 +20,9 @@ from loopscale.model.ring import Ring
 GIB = 2**30
 _BEYOND = 1.1
 """A kind that takes this much of what was predicted has grown beyond it."""
+_MARGIN = 0.9
+"""Share of the memory at hand that a prediction may fill."""
+_IN_ALL = {"peak": "in all"}
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
 
@@ -48,22 +51,20 @@ def check_fits(planned: Planned, local_stages: list[int]) -> None:
     """Raises :class:`UsageError` where the predicted peak of the ranks on this machine, one of each of ``local_stages``, is
     more than its free memory, or that of one is more than a GPU has."""
     predicted = planned.predict()
-    if planned.device.type == "cuda":
-        free, what = torch.cuda.get_device_properties(planned.device).total_memory, "the GPU has"
-        needed = max(predicted[s].peak for s in local_stages)
-        of = "a rank"
-    else:
-        free, what = psutil.virtual_memory().available, "are free"
-        needed = sum(predicted[s].peak for s in local_stages)
-        of = f"the {len(local_stages)} rank(s) of this machine"
-    if needed <= free:
-        return
     stage = max(local_stages, key=lambda s: predicted[s].peak)
-    kind = _largest(predicted[stage])
-    raise UsageError(
-        f"{of} will need {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB {what}; most of it is {_named(kind)}, "
-        f"{_size(predicted[stage], kind) / GIB:,.1f} GiB of a rank of stage {stage}. {_advice(planned, stage, kind)}"
-    )
+    if planned.device.type == "cuda":
+        needed, free, what = predicted[stage].peak, torch.cuda.get_device_properties(planned.device).total_memory, "the GPU has"
+        of, room = "a rank", free
+    else:
+        needed, free, what = sum(predicted[s].peak for s in local_stages), psutil.virtual_memory().available, "are free"
+        of = "this process" if len(local_stages) == 1 else f"the {len(local_stages)} ranks of this machine together"
+        room = free * predicted[stage].peak // max(needed, 1)
+    if needed > free:
+        kind = _largest(predicted[stage])
+        raise UsageError(
+            f"{of} will need {_amount(needed)}, and {_amount(free)} {what}; most of it is {_named(kind)}, "
+            f"{_amount(_size(predicted[stage], kind))} of a rank of stage {stage}. {_advice(planned, stage, kind, room)}"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -72,33 +73,36 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(
-    error: BaseException, planned: Planned, *, rank: int, stage: int, doing: str, now: Mapping[str, int],
+    error: BaseException, planned: Planned, *, rank: int, stage: int, doing: str, now: Mapping[str, int], in_step: bool = True,
 ) -> OutOfMemory:  # fmt: skip
     """What to tell of ``error``, met by ``rank`` of ``stage`` while ``doing`` something with ``now`` bytes by kind in memory
-    (none are known where the model was still being built)."""
+    (none are known where the model was still being built), ``in_step`` or beside it."""
     predicted = planned.predict()[stage]
     expected = predicted.measurable()
+    asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+    held = ", ".join(f"{_IN_ALL.get(k, k)} {_amount(now[k])} ({_amount(expected[k])})" for k in KINDS if now.get(k))
+    said = f"rank {rank} (stage {stage}) ran out of memory while {doing}"
+    said += f", for want of {_readable(asked[1])}" if asked else ""
+    said += f"; it held (predicted at most): {held}" if held else ""
+    if not in_step:
+        return OutOfMemory(f"{said}. This is beside what a step needs, {_amount(expected['peak'])}: leave more memory free")
     grown = [kind for kind in now if kind != "peak" and now[kind] > _BEYOND * expected[kind] > 0]
     kind = max(grown, key=lambda k: now[k] - expected[k], default=_largest(predicted))
-    named = {"peak": "in all"}
-    held = ", ".join(
-        f"{named.get(kind, kind)} {now[kind] / GIB:.3g} ({expected[kind] / GIB:.3g})" for kind in KINDS if now.get(kind)
-    )
-    asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
-    return OutOfMemory(
-        f"rank {rank} (stage {stage}) ran out of memory while {doing}"
-        + (f", for want of {_readable(asked[1])}" if asked else "")
-        + (f"; it held, in GiB (predicted at most): {held}" if held else "")
-        + f"; of the {expected['peak'] / GIB:.3g} GiB predicted, {_named(kind)} "
-        + ("have grown beyond their part" if grown else "are the largest part")
-        + f". {_advice(planned, stage, kind)}"
-    )
+    part = "have grown beyond their part" if grown else "are the largest part"
+    said += f"; of the {_amount(expected['peak'])} predicted, {_named(kind)} {part}"
+    return OutOfMemory(f"{said}. {_advice(planned, stage, kind, now.get('peak', expected['peak']))}")
 
 
 def _readable(amount: str) -> str:
     """torch's "4294967296 bytes" in GiB; what it says in words stays."""
     number, unit = amount.split()
-    return f"{float(number) / GIB:.3g} GiB" if unit == "bytes" else amount
+    return _amount(float(number)) if unit == "bytes" else amount
+
+
+def _amount(size: float) -> str:
+    """As "1.38 GiB", "1,380 GiB" or "12 MiB"."""
+    value, unit = (size / GIB, "GiB") if size >= 0.1 * GIB else (size / 2**20, "MiB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _size(memory: Memory, kind: str) -> int:
@@ -114,38 +118,46 @@ def _named(kind: str) -> str:
     return {"optimizer": "the optimizer's states", "update": "the update's copies of gradients"}.get(kind, kind)
 
 
-def _advice(planned: Planned, stage: int, kind: str) -> str:
-    """The settings that lower the predicted peak of ``stage``, those that change ``kind`` before all others."""
-    before = planned.predict()
-    own = _helpful(planned, before, stage, _CHANGES[kind])
+def _advice(planned: Planned, stage: int, kind: str, room: int) -> str:
+    """The settings by which a rank of ``stage`` would need no more than ``room``, those that change ``kind`` before all
+    others: any one of them where one is enough, else several together."""
     others = (change for other, changes in _CHANGES.items() if other != kind for change in changes)
-    found = own or _helpful(planned, before, stage, list(dict.fromkeys(others)))
-    if not found:
-        return "No setting makes it smaller; use a smaller model, or a machine with more memory"
-    return f"To make it smaller, set {', or '.join(f'{text} (then {peak / GIB:.3g} GiB)' for text, peak in found)}"
+    changes = list(dict.fromkeys([*_CHANGES[kind], *others]))
+    room = int(_MARGIN * room)
+    enough = [found for change in changes if (found := _first_that_fits(planned, stage, change, room))]
+    if enough:
+        return f"To need less, set {', or '.join(f'{text} (then {_amount(peak)})' for text, peak in enough[:3])}"
+    together, peak = list[str](), _peak(planned, stage)
+    for change in changes:
+        tried = [(_peak(other, stage), text, other) for text, other in change(planned)]
+        best = min(tried, key=lambda each: each[0], default=None)
+        if best is not None and best[0] < 0.99 * peak:
+            peak, planned = best[0], best[2]
+            together.append(best[1])
+            if peak <= room:
+                return f"To need less, set {' and '.join(together)} (then {_amount(peak)})"
+    least = f": with {' and '.join(together)} it would still need {_amount(peak)}" if together else ""
+    return f"No setting is enough{least}; use a smaller model, or a machine with more memory"
 
 
 Change = Callable[[Planned], "Iterator[tuple[str, Planned]]"]
 """A setting with values that could help, the mildest first, each with what the run then is."""
 
 
-def _helpful(planned: Planned, before: list[Memory], stage: int, changes: list[Change]) -> list[tuple[str, int]]:
-    """(setting, predicted peak then) of each change at the first value that lowers the peak of ``stage`` by a hundredth."""
-    found = []
-    for change in changes:
-        for text, other in change(planned):
-            after = other.predict()
-            peak = after[stage].peak if len(after) == len(before) else max(m.peak for m in after)
-            if peak < 0.99 * before[stage].peak:
-                found.append((text, peak))
-                break
-    return found
+def _first_that_fits(planned: Planned, stage: int, change: Change, room: int) -> tuple[str, int] | None:
+    """The mildest value of a setting that is enough, and the predicted peak then."""
+    before = _peak(planned, stage)
+    fitting = ((text, peak) for text, other in change(planned) if (peak := _peak(other, stage)) <= min(room, 0.99 * before))
+    return next(fitting, None)
+
+
+def _peak(planned: Planned, stage: int) -> int:
+    return planned.predict()[stage].peak
 
 
 def _microbatch(planned: Planned) -> Iterator[tuple[str, Planned]]:
     batch, size = planned.batch, planned.batch.microbatch
-    smaller = next((n for n in range(size // 2, 0, -1) if size % n == 0), None)
-    if smaller:
+    for smaller in (n for n in range(size // 2, 0, -1) if size % n == 0):
         cut = replace(batch, microbatch=smaller, accumulation=batch.accumulation * size // smaller)
         yield f"batch.microbatch={smaller}", replace(planned, batch=cut)
 
@@ -172,8 +184,9 @@ def _offload_activations(planned: Planned) -> Iterator[tuple[str, Planned]]:
 def _backprop(planned: Planned) -> Iterator[tuple[str, Planned]]:
     config = planned.config
     visits = config.depth.gradient_visits(config.depth.deepest)
-    if visits > 1 and config.model.inject != "none":
-        yield f"depth.backprop={visits // 2}", planned.changed("depth", backprop=visits // 2)
+    while visits > 1 and config.model.inject != "none":
+        visits //= 2
+        yield f"depth.backprop={visits}", planned.changed("depth", backprop=visits)
 
 
 def _loss_chunk(planned: Planned) -> Iterator[tuple[str, Planned]]:
@@ -188,9 +201,6 @@ def _zero(planned: Planned) -> Iterator[tuple[str, Planned]]:
         return
     if not config.parallel.zero and batch.data_parallel > 1:
         yield "parallel.zero=1", planned.changed("parallel", zero=1)
-    elif config.parallel.zero and not config.parallel.offload_optimizer and batch.group_per_rank % 2 == 0:
-        more = replace(batch, data_parallel=2 * batch.data_parallel, accumulation=max(1, batch.accumulation // 2))
-        yield f"{more.data_parallel} replicas, on as many times the ranks", replace(planned, batch=more)
 
 
 def _offload_optimizer(planned: Planned) -> Iterator[tuple[str, Planned]]:
@@ -202,13 +212,14 @@ def _offload_optimizer(planned: Planned) -> Iterator[tuple[str, Planned]]:
 def _tensor(planned: Planned) -> Iterator[tuple[str, Planned]]:
     model, more = planned.config.model, 2 * planned.config.parallel.tensor
     divided = (model.heads, model.key_value_heads, model.ffn_size)
-    if planned.config.optimizer.name == "adamw" and not any(size % more for size in divided):
+    if planned.device.type == "cuda" and planned.config.optimizer.name == "adamw" and not any(size % more for size in divided):
         yield f"parallel.tensor={more}", planned.changed("parallel", tensor=more)
 
 
 def _pipeline(planned: Planned) -> Iterator[tuple[str, Planned]]:
     config, more = planned.config, len(planned.ring.slices) + 1
-    if more <= config.model.core_layers + 1 and config.objective.kind != "exit_gate_stage2":
+    enough_layers = more <= config.model.core_layers + 1
+    if planned.device.type == "cuda" and enough_layers and config.objective.kind != "exit_gate_stage2":
         yield f"parallel.pipeline={more}", planned.changed("parallel", pipeline=more, slices="even")
 
 

@@ -70,7 +70,7 @@ def train(
     set_threads(loaded.config.train.threads, mesh.local_size)
     try:
         meshes.require_same(loaded.config)
-        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop, run.explaining():
+        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop:
             return run.go(stop, profile)
     except Exception as error:
         with StopRequest():  # torchrun ends the others at once when one has died: they say why first
@@ -125,6 +125,10 @@ class Run:
     # ---- the run
 
     def go(self, stop: StopRequest, profile: bool) -> Outcome:
+        with self.explaining(in_step=False):
+            return self._go(stop, profile)
+
+    def _go(self, stop: StopRequest, profile: bool) -> Outcome:
         config, progress = self.config, self.progress
         validation: dict[int, float] = {}
         window = _Window()
@@ -136,7 +140,8 @@ class Run:
                 logged = validated or _due(progress.step + 1, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
                 observe = meter.observe if meter is not None and self._sees_tokens else None
-                result = self.step(progress.step, batch, stop=stop.name is not None, observe=observe)
+                with self.explaining():
+                    result = self.step(progress.step, batch, stop=stop.name is not None, observe=observe)
                 window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
                 self._count(result, batch)
                 profiled()
@@ -187,7 +192,8 @@ class Run:
                     workers=config.workers, steps=left,
                 )  # fmt: skip
                 stack.enter_context(contextlib.closing(reader))
-            for _ in range(left):
+            for step in range(self.progress.step, self.config.train.steps):
+                self.mesh.watch.doing = f"reading the data of step {step + 1}"
                 yield meshes.on_reader(self.mesh, lambda: next(reader))
 
     def _count(self, result: StepResult, batch: StepBatch) -> None:
@@ -326,16 +332,18 @@ class Run:
         return memory.held(self.stage, [] if rotary is None else [rotary.turns], self.optimizer)
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self, in_step: bool = True) -> Iterator[None]:
         """Where memory runs out, one sentence says who had what of it and what to change."""
         try:
             yield
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             mesh = self.mesh
             now = memory.by_kind(self._held(), self.memory.now()) if hasattr(self, "stage") else {}
-            raise explain(error, self._planned, rank=mesh.rank, stage=mesh.stage, doing=mesh.watch.doing, now=now) from None
+            raise explain(
+                error, self._planned, rank=mesh.rank, stage=mesh.stage, doing=mesh.watch.doing, now=now, in_step=in_step
+            ) from None
 
     def _build(self, place: folders.Place, init: Path | None) -> list[str]:
         """Builds this rank's part of the model, as a checkpoint has it if there is one; returns what changed since then."""
