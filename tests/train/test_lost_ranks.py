@@ -31,7 +31,7 @@ def is_gone(rank: int, role: str) -> str:
 
 
 STORELESS = (
-    f"error: rank 0 is gone, or has not answered for {TIMEOUT} s; "
+    rf"error: rank 0 \(stage 0\) is gone, or has not answered for {TIMEOUT} s; "
     f"the ranks' store, on the host of rank 0, does not answer either; {NOTICED}; {GO_ON}"
 )
 

@@ -79,7 +79,7 @@ def test_a_link_carries_the_curve_of_one_process_and_both_ends_tell_of_its_end(
         heard = r"when last heard, \d+ s ago, it was [a-z]+ .+ of step \d+"
         assert re.fullmatch(rf"error: rank 1 \({roles[1]}, h2\) {gone}; {heard}; {noticed[0]}", job.last_line(0))
         storeless = "the ranks' store, on the host of rank 0, does not answer either"
-        assert re.fullmatch(f"rank 1: error: rank 0 {gone}; {storeless}; {noticed[1]}", job.last_line(1))
+        assert re.fullmatch(rf"rank 1: error: rank 0 \(stage 0\) {gone}; {storeless}; {noticed[1]}", job.last_line(1))
     expected, found = (one.records(name)[:STEPS] for one, name in ((one_process, "one"), (runs, "far")))
     assert [r["depths"] for r in found] == [r["depths"] for r in expected]
     for key in ("loss", "grad_norm"):
