@@ -109,7 +109,7 @@ class Run:
         self.folder = place.folder
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
         self.matmul_rate: float | None = None
-        with self.explaining():
+        with self._explaining():
             notes += self._build(place, init)
         self.setting = Setting(
             self.folder, config, self.batch, self.corpus.corpus, self.counts, make_prior(config.depth), mesh, self.ring,
@@ -125,7 +125,7 @@ class Run:
     # ---- the run
 
     def go(self, stop: StopRequest, profile: bool) -> Outcome:
-        with self.explaining(in_step=False):
+        with self._explaining(in_step=False):
             return self._go(stop, profile)
 
     def _go(self, stop: StopRequest, profile: bool) -> Outcome:
@@ -140,7 +140,7 @@ class Run:
                 logged = validated or _due(progress.step + 1, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
                 observe = meter.observe if meter is not None and self._sees_tokens else None
-                with self.explaining():
+                with self._explaining():
                     result = self.step(progress.step, batch, stop=stop.name is not None, observe=observe)
                 window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
                 self._count(result, batch)
@@ -332,7 +332,7 @@ class Run:
         return memory.held(self.stage, [] if rotary is None else [rotary.turns], self.optimizer)
 
     @contextlib.contextmanager
-    def explaining(self, in_step: bool = True) -> Iterator[None]:
+    def _explaining(self, in_step: bool = True) -> Iterator[None]:
         """Where memory runs out, one sentence says who had what of it and what to change."""
         try:
             yield
