@@ -48,6 +48,10 @@ class Documents:
         seen = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
+    def forget_mask(self) -> None:
+        """Frees the mask, S² numbers a row; it is made again where it is asked for."""
+        vars(self).pop("mask", None)
+
 
 @dataclass(frozen=True)
 class Inputs:

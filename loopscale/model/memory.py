@@ -346,9 +346,8 @@ class _Ledger:
         self.fed: set[int] = set()
         received = plan.messages(rank.stage)
         channels = bool(received.states_received) + bool(received.gradients_received)
-        self.mask = 0 if rank.varlen else 4 * rank.batch.microbatch * rank.length**2  # a microbatch's, until the step ends
+        self.mask = 0 if rank.varlen else 4 * rank.batch.microbatch * rank.length**2  # a microbatch's, from first to last
         self.held = channels * POSTED * rank.state + 16 * rank.tokens * rank.batch.accumulation  # tokens and targets
-        self.held += (rank.batch.accumulation - len(plan.work)) * self.mask  # of those that are not planned
         self.most = (self.held, 0)
 
     def _kept(self) -> int:
@@ -413,6 +412,7 @@ class _Ledger:
             self.waiting[m].discard(r)
         if not self.plan.work[m].gradient_visits:
             self.waiting[m].clear()
+            self.held -= self.mask if last else 0
 
     def _visit_backward(self, m: int, r: int) -> None:
         rank = self.rank
@@ -423,6 +423,8 @@ class _Ledger:
         self._needs(again + self.visit.backward + (0 if rank.alone else rank.state))
         self._made(Kind.VISIT_BACKWARD, "core_block", "injection", "between")
         self.held -= self.kept
+        if r == self.first and not rank.is_home:
+            self.held -= self.mask
         if rank.is_home:
             self.current[m] = 0
             self.waiting[m].discard(r)
@@ -438,7 +440,7 @@ class _Ledger:
         self._needs((0 if keeps else self.prelude.kept) + self.prelude.backward + rank.state)
         self._made(Kind.PRELUDE_BACKWARD, "prelude_block", "positions", *(() if rank.model.tied_head else ("embedding",)))
         self._needs(0)
-        self.held -= (self.prelude.kept if keeps else 0) + self.feed * (1 + (m in self.fed))
+        self.held -= (self.prelude.kept if keeps else 0) + self.feed * (1 + (m in self.fed)) + self.mask
 
 
 def _update_peak(rank: _Rank, groups: list[list[int]], padded: list[int]) -> int:

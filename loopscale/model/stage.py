@@ -246,6 +246,10 @@ class LoopedStage(nn.Module):
         key = stream_key(self.seed, purpose or inputs.purpose)
         return key, positions[:, None], inputs.samples[None], inputs.step, self.model.hidden_size
 
+    def finished(self, inputs: Inputs) -> None:
+        """Lets the mask of these inputs go."""
+        inputs.documents.forget_mask()
+
     def _pass_on(self, inputs: Inputs, state: Tensor, visit: int) -> Tensor:
         """The state as the next visit takes it; a sequence that has not begun keeps its initial one.
 

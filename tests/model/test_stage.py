@@ -214,3 +214,12 @@ def test_gradients_of_shared_weights_survive_a_prefix_without_gradient_under_bf1
     stage = build("fixedpoint", compute=torch.bfloat16)
     run(stage, inputs, "terminal", 5, 1)
     assert all(p.grad is not None and p.grad.norm() > 0 for p in stage.core_block.parameters())
+
+
+def test_a_microbatch_that_is_done_leaves_no_mask(mesh):
+    stage = build("fixedpoint")
+    inputs, _ = example("packed")
+    run(stage, inputs, "per_loop", 3, 2)
+    assert "mask" not in vars(inputs.documents)
+    made = inputs.documents.mask
+    assert made is inputs.documents.mask

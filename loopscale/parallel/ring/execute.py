@@ -45,6 +45,9 @@ class Stage(Protocol[StageInputs]):
     def exit(self, inputs: StageInputs, exit: Exit, states: Mapping[int, Tensor]) -> ExitLoss:
         """The exit's losses, of the states after ``exit.visits``."""
 
+    def finished(self, inputs: StageInputs) -> None:
+        """Nothing more will be asked about ``inputs`` in this plan."""
+
 
 @dataclass(frozen=True)
 class ExitLoss:
@@ -108,10 +111,14 @@ def execute(
     """
     run = _Run(plan, stage, tasks, links, recompute, offload, observe)
     links.open(plan, lambda m: stage.state_shape(tasks[m].inputs))
-    for operation in plan.operations[links.stage]:
+    operations = plan.operations[links.stage]
+    last = {operation.microbatch: i for i, operation in enumerate(operations)}
+    for i, operation in enumerate(operations):
         if tell is not None:
             tell(operation)
         run.perform(operation)
+        if last[operation.microbatch] == i:
+            stage.finished(tasks[operation.microbatch].inputs)
     links.close()
     return run.outcomes
 
