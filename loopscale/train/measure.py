@@ -13,12 +13,12 @@ from loopscale.environment.compute import compute_type
 from loopscale.environment.kernels import choose_kernels
 from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.ring import even_slices, work_of
-from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import exits
 from loopscale.parallel.mesh import Mesh, Place, on_main
 from loopscale.parallel.ring.execute import Task, execute
 from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import Costs, Kind, Operation, plan
+from loopscale.train.step import build_stage
 
 REPEATS = 5
 
@@ -35,12 +35,8 @@ def home_costs(config: Config, batch: Batch, mesh: Mesh, own: int) -> Costs:
     """Seconds of each operation of a home stage with ``own`` core layers, for one microbatch of made-up tokens."""
     place = Place(0, (own, config.model.core_layers - own), mesh.tensor_rank, mesh.tensor_size, mesh.sequence_parallel)
     length, size, depth = config.corpus.sequence_length, batch.microbatch, max(2, config.depth.evaluation_depth)
-    compute = compute_type(config, mesh.device)
-    stage = LoopedStage(
-        config.model, length, seed=config.run.seed, place=place, objective=config.objective, compute=compute,
-        loss_chunk=config.train.loss_chunk, recompute_layers=config.train.recompute == "layer",
-        kernels=choose_kernels(config, mesh.device, compute).layers, device=mesh.device,
-    )  # fmt: skip
+    kernels = choose_kernels(config, mesh.device, compute_type(config, mesh.device))
+    stage = build_stage(config, place, mesh.device, kernels)
     tokens = torch.randint(config.model.vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(mesh.device)
     inputs = Inputs(

@@ -196,10 +196,8 @@ def _loss_chunk(planned: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def _zero(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    config, batch = planned.config, planned.batch
-    if config.optimizer.name != "adamw":
-        return
-    if not config.parallel.zero and batch.data_parallel > 1:
+    config = planned.config
+    if config.optimizer.name == "adamw" and not config.parallel.zero and planned.batch.data_parallel > 1:
         yield "parallel.zero=1", planned.changed("parallel", zero=1)
 
 

@@ -15,13 +15,13 @@ from loopscale.config import Batch, Config
 from loopscale.corpus.batches import Microbatch, StepBatch
 from loopscale.depth import DepthController, DepthLaw, GroupSums
 from loopscale.environment.compute import compute_type
-from loopscale.environment.kernels import choose_kernels
+from loopscale.environment.kernels import Kernels, choose_kernels
 from loopscale.errors import ClusterError
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring, draws_at, work_of, works_at
 from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import exits, is_trained, term_names
-from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_ranks, sum_over_replicas
+from loopscale.parallel.mesh import Mesh, Place, gather_objects, sum_over_ranks, sum_over_replicas
 from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Operation, Plan, Work
 from loopscale.parallel.watch import Watch
@@ -67,13 +67,8 @@ class TrainStep:
 
     def __init__(self, config: Config, batch: Batch, ring: Ring, mesh: Mesh):
         self.config, self.batch, self.ring, self.mesh = config, batch, ring, mesh
-        compute = compute_type(config, mesh.device)
-        self.kernels = choose_kernels(config, mesh.device, compute)
-        self.stage = LoopedStage(
-            config.model, config.corpus.sequence_length, seed=config.run.seed, place=mesh.place(ring.slices),
-            objective=config.objective, compute=compute, loss_chunk=config.train.loss_chunk,
-            recompute_layers=config.train.recompute == "layer", kernels=self.kernels.layers, device=mesh.device,
-        )  # fmt: skip
+        self.kernels = choose_kernels(config, mesh.device, compute_type(config, mesh.device))
+        self.stage = build_stage(config, mesh.place(ring.slices), mesh.device, self.kernels)
         self.trained = [(h, p) for h, p in self.stage.held() if is_trained(config.objective, h.parameter)]
         self.stage.requires_grad_(False)
         for _, parameter in self.trained:
@@ -174,6 +169,15 @@ class TrainStep:
     def _gradients_finite(self) -> bool:
         gradients: list[Tensor] = [p.grad for p in self.stage.parameters() if p.grad is not None]
         return bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients)).sum()))
+
+
+def build_stage(config: Config, place: Place, device: torch.device, kernels: Kernels) -> LoopedStage:
+    """The part of the model at ``place``, as a run trains it."""
+    return LoopedStage(
+        config.model, config.corpus.sequence_length, seed=config.run.seed, place=place, objective=config.objective,
+        compute=compute_type(config, device), loss_chunk=config.train.loss_chunk,
+        recompute_layers=config.train.recompute == "layer", kernels=kernels.layers, device=device,
+    )  # fmt: skip
 
 
 class Planner:
