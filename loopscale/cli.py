@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--resume", metavar="WHERE", help='"auto": this run\'s newest whole checkpoint; or a run folder or checkpoint'
     )
-    train.add_argument("--init", type=Path, metavar="WHERE", help="start a new run from the weights of a run or checkpoint")
+    train.add_argument("--init", metavar="WHERE", help="start a new run from the weights of a run or checkpoint")
     train.add_argument(
         "--print-config", action="store_true", help="print the resolved configuration and where each value comes from"
     )
@@ -184,7 +184,7 @@ def _ranks_arguments(parser: argparse.ArgumentParser, when: str = "") -> None:
 
 
 def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument("checkpoint", metavar="RUN", help="a run folder (its newest checkpoint) or a checkpoint, or its URL")
 
 
 def _load_config(options: argparse.Namespace) -> object:

@@ -109,13 +109,9 @@ class Runs:
         return json.loads((self.path(name) / "manifest.json").read_text())
 
     def weights(self, name: str, step: int) -> dict:
-        from torch.distributed.checkpoint import FileSystemReader
-
         from loopscale.checkpoint import store
 
-        checkpoint = self.path(name) / "checkpoints" / f"step-{step}"
-        stored = FileSystemReader(checkpoint / "tensors").read_metadata().state_dict_metadata
-        return store.load_tensors(checkpoint, {n: tuple(m.size) for n, m in stored.items()})
+        return store.load_whole(self.path(name) / "checkpoints" / f"step-{step}")
 
 
 @pytest.fixture

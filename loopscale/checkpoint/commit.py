@@ -1,105 +1,318 @@
 """The commit protocol: a reader sees a whole checkpoint or none.
 
-1. everything is written into ``step-N.writing``; 2. a manifest with the size and SHA-256 of every file is written and all
-is flushed to disk; 3. the folder is renamed to ``step-N``; 4. only then are older checkpoints pruned. The newest
-checkpoint is the highest N that has a manifest: there is no pointer that could disagree with it.
+1. Every rank writes its files into ``step-N.writing``; 2. rank 0 writes a manifest with the size and SHA-256 of every file,
+and all is flushed to disk; 3. the folder is renamed to ``step-N``; 4. only then are older checkpoints pruned. A checkpoint
+is a folder ``step-N`` that has a manifest, and the newest has the highest N: there is no pointer that could disagree.
+
+An object store has no rename. There the files are sent to ``step-N`` one by one, each as soon as it is whole, and the
+manifest last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-from pathlib import Path
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 from loopscale.durable import file_digest, sync, sync_tree
-from loopscale.errors import CheckpointError
+from loopscale.errors import CheckpointError, UsageError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
-REQUIRED = ("state.json", "config.yaml", "tensors/.metadata")
+FORMAT_VERSION = 2
+REQUIRED = ("state.json", "config.yaml", "tensors/index.json")
 """What every checkpoint holds."""
+MANIFEST_BYTES = 2**26
+"""A manifest that is larger is none of ours: some 600,000 files."""
 _WRITING = ".writing"
 
 
-def folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step}"
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint, named by its path in it."""
+
+    name: str
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, folder: Path, name: str) -> File:
+        path = folder / name
+        return cls(name, path.stat().st_size, file_digest(path))
 
 
-def begin(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write step ``step`` into; leftovers of a save that was killed are removed."""
-    for leftover in checkpoints.glob(f"step-*{_WRITING}"):
-        shutil.rmtree(leftover)
-    place = folder(checkpoints, step).with_name(f"step-{step}{_WRITING}")
-    place.mkdir(parents=True)
-    return place
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds; ``facts`` are JSON-able, for whoever chooses among checkpoints."""
+
+    files: tuple[File, ...]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: bytes, name: str) -> Manifest:
+        """The manifest of the checkpoint called ``name``; raises :class:`CheckpointError` when it makes no sense."""
+        try:
+            content = json.loads(text)
+            version, facts = content["format"], dict(content.get("facts", {}))
+            files = tuple(File(str(n), int(f["size"]), str(f["sha256"])) for n, f in content["files"].items())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"checkpoint {name} is damaged: {MANIFEST} cannot be read ({error})") from None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(f"checkpoint {name} has format {version}; this version of loopscale reads {FORMAT_VERSION}")
+        if missing := [required for required in REQUIRED if required not in {f.name for f in files}]:
+            raise CheckpointError(f"checkpoint {name} is damaged: {MANIFEST} does not list {missing[0]}")
+        for file in files:
+            if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
+                raise CheckpointError(f"checkpoint {name} is refused: {MANIFEST} lists {file.name!r}, outside of the checkpoint")
+        return cls(files, facts)
+
+    def dump(self) -> str:
+        files = {f.name: {"size": f.size, "sha256": f.sha256} for f in self.files}
+        return json.dumps({"format": FORMAT_VERSION, "facts": self.facts, "files": files}, indent=1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(f.size for f in self.files)
 
 
-def commit(writing: Path) -> Path:
-    """Publishes what was written; returns the checkpoint's folder."""
-    files = sorted(p for p in writing.rglob("*") if p.is_file())
-    digests = {str(p.relative_to(writing)): {"size": p.stat().st_size, "sha256": file_digest(p)} for p in files}
-    (writing / MANIFEST).write_text(json.dumps({"format": FORMAT_VERSION, "files": digests}, indent=1))
-    sync_tree(writing)
-    final = writing.with_name(writing.name.removesuffix(_WRITING))
-    if final.exists():  # a run resumed from an earlier step comes by again
-        shutil.rmtree(final)
-    writing.rename(final)
-    sync(final.parent)
-    return final
+class Storage(Protocol):
+    """Where the checkpoints of a run are. Steps name them."""
+
+    def steps(self) -> list[int]:
+        """Of committed checkpoints, newest first."""
+
+    def manifest(self, step: int) -> Manifest:
+        """Raises :class:`CheckpointError` when it cannot be read."""
+
+    def begin(self, step: int) -> None:
+        """Removes what is left of saves that were killed, and what stands in the way; on rank 0."""
+
+    def free(self) -> float:
+        """Bytes that may be written."""
+
+    def writing(self, step: int) -> Path:
+        """The folder that this rank writes into."""
+
+    def deliver(self, step: int, name: str) -> None:
+        """``name`` in that folder is whole and on disk."""
+
+    def publish(self, step: int) -> None:
+        """All files have been delivered, the manifest is written: the checkpoint appears; on rank 0."""
+
+    def abandon(self, step: int) -> None:
+        """Removes what was written of a checkpoint that cannot be finished; on rank 0."""
+
+    def remove(self, step: int) -> None:
+        """A kill in the midst of it leaves nothing that looks whole."""
+
+    def set_aside(self, step: int) -> str:
+        """Makes a checkpoint one that is not found any more, without losing it; returns its new name."""
+
+    def point_at_best(self, step: int) -> None:
+        """Lets the name ``best`` stand for a checkpoint, where there are links."""
+
+    def fetch(self, step: int, cache: Path) -> Path:
+        """The checkpoint as a folder of this machine, below ``cache`` if it is not one already; its files not verified."""
 
 
-def committed(checkpoints: Path) -> list[Path]:
-    """Folders of committed checkpoints, newest first."""
-    found = [
-        (int(m[1]), p)
-        for p in checkpoints.glob("step-*")
-        if (m := re.fullmatch(r"step-(\d+)", p.name)) and (p / MANIFEST).is_file()
-    ]
-    return [p for _, p in sorted(found, reverse=True)]
+class Folder:
+    """Checkpoints in a folder that all ranks see."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        found = ((m, p) for p in self.folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)))
+        return sorted((int(m[1]) for m, p in found if (p / MANIFEST).is_file()), reverse=True)
+
+    def manifest(self, step: int) -> Manifest:
+        return read_manifest(self._place(step))
+
+    def begin(self, step: int) -> None:
+        for leftover in self.folder.glob(f"step-*{_WRITING}"):
+            shutil.rmtree(leftover)
+        (self.writing(step) / "tensors").mkdir(parents=True)
+
+    def free(self) -> float:
+        return shutil.disk_usage(self.folder).free
+
+    def writing(self, step: int) -> Path:
+        return self.folder / f"step-{step}{_WRITING}"
+
+    def deliver(self, step: int, name: str) -> None:
+        pass
+
+    def publish(self, step: int) -> None:
+        writing, final = self.writing(step), self._place(step)
+        sync_tree(writing)
+        if final.exists():  # a run resumed from an earlier step comes by again
+            shutil.rmtree(final)
+        writing.rename(final)
+        sync(self.folder)
+
+    def abandon(self, step: int) -> None:
+        shutil.rmtree(self.writing(step), ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        (self._place(step) / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(self._place(step), ignore_errors=True)
+
+    def set_aside(self, step: int) -> str:
+        target = self.folder / f"step-{step}.superseded"
+        shutil.rmtree(target, ignore_errors=True)
+        return self._place(step).rename(target).name
+
+    def point_at_best(self, step: int) -> None:
+        link = self.folder / ".best.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"step-{step}")
+        link.replace(self.folder / "best")
+
+    def fetch(self, step: int, cache: Path) -> Path:
+        return self._place(step)
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
 
 
-def verify(checkpoint: Path) -> None:
-    """Reads every file against the manifest; raises :class:`CheckpointError` that names the first damaged one."""
-    if not (checkpoint / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}"
-            + (", its save was cut short" if checkpoint.name.endswith(_WRITING) else "")
-        )
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        version, files = manifest["format"], {str(n): (int(f["size"]), str(f["sha256"])) for n, f in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {MANIFEST} cannot be read ({error})") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.name} has format {version}; this version of loopscale reads {FORMAT_VERSION}"
-        )
-    if missing := [name for name in REQUIRED if name not in files]:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {MANIFEST} does not list {missing[0]}")
-    for name, (expected_size, digest) in files.items():
-        path = checkpoint / name
+class ObjectStore:
+    """Checkpoints below a URL that fsspec knows (s3://…, gs://…). Each rank keeps the file that it writes on its own disk until
+    it is sent."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    @cached_property
+    def _files(self) -> tuple[Any, str]:
+        import fsspec
+
+        try:
+            return fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{self.url} cannot be reached: {error}") from None
+
+    @cached_property
+    def _spool(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="loopscale-")
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[tuple[Any, str]]:
+        """The file system and the path on it; what goes wrong there, in whatever library's terms, is an OSError."""
+        files, root = self._files
+        try:
+            yield files, root
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error}") from error
+
+    def steps(self) -> list[int]:
+        with self._reached() as (files, root):
+            files.invalidate_cache()
+            names = (PurePosixPath(path).parts[-2] for path in files.glob(f"{root}/step-*/{MANIFEST}"))
+            return sorted((int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name))), reverse=True)
+
+    def manifest(self, step: int) -> Manifest:
+        with self._reached() as (files, root):
+            text = files.cat_file(f"{root}/step-{step}/{MANIFEST}", end=MANIFEST_BYTES)
+        return Manifest.parse(text, f"step-{step}")
+
+    def begin(self, step: int) -> None:
+        self.remove(step)
+
+    def free(self) -> float:
+        return float("inf")
+
+    def writing(self, step: int) -> Path:
+        place = Path(self._spool.name) / f"step-{step}"
+        (place / "tensors").mkdir(parents=True, exist_ok=True)
+        return place
+
+    def deliver(self, step: int, name: str) -> None:
+        path = self.writing(step) / name
+        with self._reached() as (files, root):
+            files.put_file(str(path), f"{root}/step-{step}/{name}")
+        path.unlink()
+
+    def publish(self, step: int) -> None:
+        self.deliver(step, MANIFEST)
+
+    def abandon(self, step: int) -> None:
+        shutil.rmtree(self.writing(step), ignore_errors=True)
+        with contextlib.suppress(OSError):  # what has been sent waits for the next save of this step
+            self.remove(step)
+
+    def remove(self, step: int) -> None:
+        with self._reached() as (files, root):
+            place = f"{root}/step-{step}"
+            files.invalidate_cache()
+            if files.exists(f"{place}/{MANIFEST}"):
+                files.rm_file(f"{place}/{MANIFEST}")
+            if files.exists(place):
+                files.rm(place, recursive=True)
+
+    def set_aside(self, step: int) -> str:
+        with self._reached() as (files, root):
+            files.mv(f"{root}/step-{step}/{MANIFEST}", f"{root}/step-{step}/superseded.json")
+        return f"step-{step}/superseded.json"
+
+    def point_at_best(self, step: int) -> None:
+        pass
+
+    def fetch(self, step: int, cache: Path) -> Path:
+        place = cache / f"step-{step}"
+        shutil.rmtree(place, ignore_errors=True)
+        names = (MANIFEST, *(file.name for file in self.manifest(step).files))
+        with self._reached() as (files, root):
+            for name in names:
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # verification names it
+                    files.get_file(f"{root}/step-{step}/{name}", str(place / name))
+        return place
+
+
+def storage_at(location: str | Path) -> Storage:
+    """The checkpoints in a folder, or below a URL."""
+    return ObjectStore(location) if isinstance(location, str) and "://" in location else Folder(Path(location))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; raises :class:`CheckpointError` when there is none or it makes no sense."""
+    path = checkpoint / MANIFEST
+    if not path.is_file():
+        cut = ", its save was cut short" if checkpoint.name.endswith(_WRITING) else ""
+        raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}{cut}")
+    if (size := path.stat().st_size) > MANIFEST_BYTES:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is refused: its {MANIFEST} has {size} bytes")
+    return Manifest.parse(path.read_bytes(), checkpoint.name)
+
+
+def damage(checkpoint: Path, files: Iterable[File]) -> str | None:
+    """Reads ``files`` of a checkpoint against what its manifest says; a sentence on the first one that is damaged."""
+    for file in files:
+        path = checkpoint / file.name
         if not path.is_file():
-            raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {name} is missing")
-        damaged, size = f"checkpoint {checkpoint.name} is damaged: {name} has", path.stat().st_size
-        if size != expected_size:
-            raise CheckpointError(f"{damaged} {size} bytes, the manifest says {expected_size}")
-        if (found := file_digest(path)) != digest:
-            raise CheckpointError(f"{damaged} digest {found[:8]}…, the manifest says {digest[:8]}…")
+            return f"checkpoint {checkpoint.name} is damaged: {file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"checkpoint {checkpoint.name} is damaged: {file.name} has {size} bytes, the manifest says {file.size}"
+        if (found := file_digest(path)) != file.sha256:
+            return (
+                f"checkpoint {checkpoint.name} is damaged: {file.name} has digest {found[:8]}…, the manifest says "
+                f"{file.sha256[:8]}…"
+            )
+    return None
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int) -> list[Path]:
-    """Removes all but the ``keep`` newest checkpoints and those at multiples of ``keep_every``; returns what went."""
-    removed = []
-    for path in committed(checkpoints)[keep:]:
-        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
-            continue
-        (path / MANIFEST).unlink()  # first, so that a kill in the middle leaves no half checkpoint that looks whole
-        shutil.rmtree(path)
-        removed.append(path)
-    return removed
-
-
-def size(checkpoint: Path) -> int:
-    """Bytes of a checkpoint."""
-    return sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
+def outlived(steps: Sequence[int], scores: Mapping[int, float], keep: int, keep_every: int, keep_best: int) -> list[int]:
+    """Steps, of those committed, whose checkpoints may go: all but the ``keep`` newest, multiples of ``keep_every``, and the
+    ``keep_best`` with the lowest score."""
+    newest = sorted(steps, reverse=True)[:keep]
+    best = sorted((s for s in steps if s in scores), key=lambda s: (scores[s], -s))[:keep_best]
+    return [s for s in sorted(steps) if s not in newest and s not in best and not (keep_every and s % keep_every == 0)]

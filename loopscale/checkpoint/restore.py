@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+import yaml
 from torch import Tensor
 
-from loopscale.checkpoint import commit, store
+from loopscale.checkpoint import store
+from loopscale.checkpoint.commit import MANIFEST, Folder, Storage, storage_at
+from loopscale.checkpoint.parts import Piece
 from loopscale.config import Config, load
 from loopscale.config.tree import ParallelConfig
 from loopscale.errors import UsageError
@@ -27,67 +32,87 @@ if TYPE_CHECKING:
 class Restored:
     """A verified checkpoint's model, fp32, without gradients."""
 
-    checkpoint: Path
+    checkpoint: str
+    """Its name."""
+    run_folder: Path | None
+    """The run it belongs to, if it lies in one."""
     config: Config
     stage: LoopedStage
     mesh: Mesh
-
-    @property
-    def run_folder(self) -> Path | None:
-        """The run it belongs to, if it lies in one."""
-        parent = self.checkpoint.parent
-        return parent.parent if parent.name == "checkpoints" else None
-
-    def tokenizer(self) -> tuple[Tokenizer, int]:
-        """The tokenizer and the id of the token that ends a document."""
-        from loopscale.corpus.tokenizer import end_of_text, load_tokenizer
-
-        path = self.checkpoint / "tokenizer.json"
-        tokenizer = load_tokenizer(path)
-        return tokenizer, end_of_text(tokenizer, path)
+    tokenizer: Tokenizer
+    end_of_text: int
+    """Id of the token that ends a document."""
 
 
-def restore(path: Path) -> Restored:
-    """The checkpoint at ``path``, or the newest whole one of the run at ``path``.
+def restore(where: str | Path) -> Restored:
+    """The checkpoint at ``where``, or the newest whole one of the run there; ``where`` may be a URL that fsspec knows.
 
     Raises :class:`UsageError` when there is none, :class:`CheckpointError` when it is damaged.
     """
-    checkpoint = find(path)
-    config = load(Config, checkpoint / "config.yaml").config
-    config = config.model_copy(update={"parallel": ParallelConfig()})  # whatever layout it was trained at, one rank holds it
-    mesh = meshes.start(config.parallel)
-    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False)
-    load_weights(checkpoint, stage)
-    return Restored(checkpoint, config, stage.requires_grad_(False), mesh)
+    from loopscale.corpus.tokenizer import end_of_text, load_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
+        checkpoint = find(where, Path(cache))
+        config = load(Config, checkpoint / "config.yaml").config
+        config = config.model_copy(update={"parallel": ParallelConfig()})  # whatever layout it was trained at, one rank holds it
+        mesh = meshes.start(config.parallel)
+        stage = LoopedStage(
+            config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False
+        )
+        load_weights(checkpoint, stage)
+        tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
+        end = end_of_text(tokenizer, checkpoint / "tokenizer.json")
+    return Restored(checkpoint.name, _run_of(Path(where), checkpoint), config, stage.requires_grad_(False), mesh, tokenizer, end)
+
+
+def _run_of(where: Path, checkpoint: Path) -> Path | None:
+    if (where / "config.yaml").is_file() and not (where / "state.json").is_file():
+        return where
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
 def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
-    """Sets the stage's weights from a checkpoint, strictly."""
-    set_weights(stage, load_own(checkpoint, stage, {"weight": [h for h, _ in stage.held()]}))
+    """Sets the stage's weights from a verified checkpoint, strictly."""
+    own = [p for holder, parameter in stage.held() for p in pieces(stage, "weight", holder, 0, parameter.detach().view(-1))]
+    store.load(checkpoint, own, {f"weight/{w.name}" for holder in stage.table for w in holder.weights})
 
 
-def load_own(checkpoint: Path, stage: LoopedStage, kinds: Mapping[str, Sequence[Holder]]) -> dict[str, Tensor]:
-    """The global tensors named ``kind/global.name`` of the given parameters of ``stage``; those of other stages may be there."""
-    wanted = {f"{kind}/{w.name}": w.shape for kind, own in kinds.items() for h in own for w in h.weights}
-    elsewhere = {f"{kind}/{w.name}" for kind in kinds for h in stage.table for w in h.weights} - wanted.keys()
-    return store.load_tensors(checkpoint, wanted, elsewhere)
+def pieces(stage: LoopedStage, kind: str, holder: Holder, first: int, flat: Tensor) -> Iterator[Piece]:
+    """What ``flat`` is of the global tensors of ``kind``: the parameter of ``holder`` here, or a moment of it, from its element
+    ``first`` on."""
+    for box in stage.boxes(holder, first, first + len(flat)):
+        here = flat[box.start - first :][: math.prod(box.sizes)]
+        yield Piece(f"{kind}/{box.weight.name}", box.weight.shape, box.offsets, here.view(box.sizes))
 
 
-@torch.no_grad()
-def set_weights(stage: LoopedStage, loaded: Mapping[str, Tensor]) -> None:
-    """Sets the stage's weights from tensors named ``weight/global.name``."""
-    for holder, parameter in stage.held():
-        parameter.copy_(stage.share(holder, {w.name: loaded[f"weight/{w.name}"] for w in holder.weights}))
-
-
-def find(path: Path) -> Path:
-    """The checkpoint at ``path``, or the newest whole one of the run there; raises :class:`UsageError` when there is none."""
-    if (path / commit.MANIFEST).is_file() and (path / "state.json").is_file():
-        commit.verify(path)
-        return path
-    if (path / "checkpoints").is_dir():
-        checkpoint, passed_over = store.newest_whole(path / "checkpoints", "fall_back")
-        if checkpoint is not None:
+def find(where: str | Path, cache: Path) -> Path:
+    """The checkpoint at ``where``, or the newest whole one of the run there, verified, as a folder: one that lies behind a URL
+    is copied to ``cache``, which all ranks see. A collective. Raises :class:`UsageError` when there is none."""
+    text, path = str(where).rstrip("/"), Path(where)
+    if "://" in text:
+        parent, _, name = text.rpartition("/")
+        if step := re.fullmatch(r"step-(\d+)", name):
+            checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(int(step[1]), cache))
+            store.verify(checkpoint)
             return checkpoint
-        raise UsageError(f"{path} has no whole checkpoint yet" + "".join(f"; {s}" for s in passed_over))
-    raise UsageError(f"{path} is neither a run folder nor a checkpoint (runs/NAME or runs/NAME/checkpoints/step-N)")
+        storage = storage_at(text)
+    elif (path / MANIFEST).is_file() and (path / "state.json").is_file():
+        store.verify(path)
+        return path.resolve()  # by its own name: it may be called best
+    else:
+        storage = storage_of(path)
+    newest, passed_over = store.newest_whole(storage, "fall_back", cache)
+    if newest is not None:
+        return newest
+    if passed_over or (path / "checkpoints").is_dir():
+        raise UsageError(f"{where} has no whole checkpoint yet" + "".join(f"; {s}" for s in passed_over))
+    raise UsageError(f"{where} is neither a run folder nor a checkpoint (runs/NAME or runs/NAME/checkpoints/step-N)")
+
+
+def storage_of(run: Path, folder: str | None = None) -> Storage:
+    """Where the run in the folder ``run`` has its checkpoints; ``folder`` is its ``checkpoint.folder``, or what its
+    configuration there says."""
+    if folder is None and (run / "config.yaml").is_file():
+        written = yaml.safe_load((run / "config.yaml").read_text()) or {}
+        folder = written.get("checkpoint", {}).get("folder")
+    return Folder(run / "checkpoints") if folder is None else storage_at(f"{folder.rstrip('/')}/{run.name}")

@@ -319,6 +319,13 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
     keep_every: NonNegativeInt = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none beyond `keep`."""
+    keep_best: NonNegativeInt = 1
+    """Keep as many of those with the lowest held-out loss, where a validation fell on their step."""
+    folder: str | None = None
+    """Folder or URL (s3://…, gs://…; whatever fsspec has a library for) in which a folder of the run's name takes its
+    checkpoints; unset: `checkpoints` in the run's folder."""
+    background: bool = False
+    """Go on training while a checkpoint is written, from a copy: each rank then needs CPU memory for what it saves."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
     """When the newest checkpoint is damaged: resume from the one before, or stop."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from loopscale.depth.priors import Prior
 
@@ -27,6 +27,12 @@ class DepthController(Protocol):
 
     def update(self, groups: Sequence[GroupSums]) -> None:
         """Hears of a step that was applied. Skipped ones are not told."""
+
+    def state(self) -> dict[str, Any]:
+        """What it has learned, JSON-able: it goes into checkpoints."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a :meth:`state`."""
 
     def digest(self) -> str:
         """Names the state: equal on two ranks when they draw from the same law."""

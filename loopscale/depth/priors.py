@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from loopscale.config.tree import DepthConfig
 
@@ -58,6 +59,12 @@ class DepthLaw:
 
     def update(self, groups: object) -> None:
         """A law that only time moves learns nothing from a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: object) -> None:
+        """Nothing was learned."""
 
     def digest(self) -> str:
         return hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()

@@ -69,10 +69,10 @@ class Evaluation:
 
 
 def evaluate(
-    path: Path, *, depths: str | None = None, text: Path | None = None, sequences: int | None = None, batch: int = 16
+    where: str | Path, *, depths: str | None = None, text: Path | None = None, sequences: int | None = None, batch: int = 16
 ) -> Evaluation:
     """Evaluates a run's newest checkpoint, or one checkpoint; prints a table and writes ``RUN/evaluations/*.json``."""
-    restored = restore(path)
+    restored = restore(where)
     set_threads(None, 1)
     wanted = parse_depths(depths, restored.config.depth.evaluation_depth)
     corpus = restored.config.corpus
@@ -93,7 +93,7 @@ def evaluate(
     ring = Ring.of(restored.config, count(restored.config.model, corpus.sequence_length))
     losses, tokens = loss_by_depth(restored.stage, ring, restored.mesh, shown, wanted)
     evaluation = Evaluation(
-        checkpoint=restored.checkpoint.name,
+        checkpoint=restored.checkpoint,
         source=source,
         losses=losses,
         tokens=tokens,
@@ -107,7 +107,7 @@ def evaluate(
     if restored.run_folder is not None:
         place = restored.run_folder / "evaluations"
         place.mkdir(exist_ok=True)
-        name = f"{restored.checkpoint.name}-{'held-out' if text is None else f'text-{text.name}'}.json"
+        name = f"{restored.checkpoint}-{'held-out' if text is None else f'text-{text.name}'}.json"
         (place / name).write_text(json.dumps(evaluation.as_json(), indent=1))
         console.print(f"written {place / name}", highlight=False, soft_wrap=True)
     return evaluation
@@ -136,7 +136,7 @@ def _held_out(config: CorpusConfig, sequences: int | None) -> tuple[Sequence[Sam
 def _text(restored: Restored, text: Path, sequences: int | None) -> tuple[Sequence[Sample], str]:
     if not text.is_file():
         raise UsageError(f"--text {text} is not a file")
-    tokenizer, eos = restored.tokenizer()
+    tokenizer, eos = restored.tokenizer, restored.end_of_text
     samples = pack_text(text, tokenizer, eos, restored.config.corpus.sequence_length)
     if not samples:
         raise DataError(f"{text} holds fewer tokens than one sequence of {restored.config.corpus.sequence_length}")
@@ -174,7 +174,7 @@ def _baselines(config: CorpusConfig, samples: Sequence[Sample]) -> dict[str, flo
 
 
 def _scored_bytes(restored: Restored, samples: Sequence[Sample]) -> int:
-    tokenizer, _ = restored.tokenizer()
+    tokenizer = restored.tokenizer
     scored = [s.targets[s.targets >= 0].tolist() for s in samples]
     return sum(len(text.encode()) for text in tokenizer.decode_batch(scored))
 

@@ -29,7 +29,7 @@ class LoopedModel:
     def __init__(self, restored: Restored):
         self.config = restored.config
         self._stage = restored.stage
-        self.tokenizer, self.end_of_text = restored.tokenizer()
+        self.tokenizer, self.end_of_text = restored.tokenizer, restored.end_of_text
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, depth: int | None = None, states: bool = False) -> Output:
@@ -103,7 +103,7 @@ class LoopedModel:
 
 def load(path: str | Path) -> LoopedModel:
     """The model of a checkpoint, or of a run's newest one. Raises :class:`UsageError` when there is none there."""
-    return LoopedModel(restore(Path(path)))
+    return LoopedModel(restore(path))
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

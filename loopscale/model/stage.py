@@ -12,7 +12,7 @@ every visit reaches the fp32 parameter in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -26,7 +26,7 @@ from loopscale.model.inputs import Inputs
 from loopscale.model.layers import Block, KernelName, megatron_config
 from loopscale.model.readout import NormReadout, make_readout
 from loopscale.model.sharing import Sharing
-from loopscale.model.weights import Holder, holders, initial, padded_rows
+from loopscale.model.weights import Box, Holder, holders, initial, padded_rows
 from loopscale.objective import gate as gates
 from loopscale.objective import scale
 from loopscale.objective.cross_entropy import linear_cross_entropy
@@ -99,14 +99,17 @@ class LoopedStage(nn.Module):
         parameters = dict(self.named_parameters())
         return [(holder, parameters[holder.parameter]) for holder in self.table if holder.parameter in parameters]
 
-    def share(self, holder: Holder, weights: Mapping[str, Tensor]) -> Tensor:
-        """What this rank holds of global weights."""
-        return holder.join(weights, self.sharing.rank, self.sharing.size)
+    def boxes(self, holder: Holder, first: int = 0, end: int | None = None) -> Iterator[Box]:
+        """What elements ``first`` to ``end`` of a parameter here, flat, are of the global weights."""
+        return holder.boxes(self.sharing.rank, self.sharing.size, first, end)
 
     @torch.no_grad()
     def initialise(self) -> None:
         for holder, parameter in self.held():
-            parameter.copy_(self.share(holder, {w.name: initial(w, self.model, self.seed) for w in holder.weights}))
+            parameter.zero_()
+            whole = {w.name: initial(w, self.model, self.seed) for w in holder.weights}
+            for box, here in holder.views(parameter, self.sharing.rank, self.sharing.size):
+                here.copy_(whole[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
 
     # ---- what the executor asks for
 

@@ -9,12 +9,11 @@ V vocabulary, d width, n query heads, g key/value heads, c head width, f feed-fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loopscale.config.registry import INJECTIONS, READOUTS, find
@@ -30,6 +29,17 @@ def padded_rows(vocabulary: int, tensor_size: int) -> int:
     """Rows that ``tensor_size`` ranks together hold of a vocabulary. Padding enters no result, and no checkpoint."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_size)
     return -(-vocabulary // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a global weight, from ``offsets`` on, ``sizes`` long. Its elements lie one after the other in the parameter
+    that holds it, the first at the parameter's flat index ``start``."""
+
+    weight: Weight
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -51,41 +61,56 @@ class Holder:
         """The axis that tensor parallelism divides."""
         return self.weights[0].tensor_axis
 
-    def split(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The global weights out of what all tensor-parallel ranks hold of the parameter, or of a moment of it."""
-        if self.tensor_axis is None:
-            return self._split(shares[0], 1)
-        parts = [self._split(share, len(shares)) for share in shares]
-        whole = {w.name: torch.cat([p[w.name] for p in parts], self.tensor_axis) for w in self.weights}
-        return {w.name: whole[w.name][: w.shape[0]] for w in self.weights}
+    def boxes(self, rank: int = 0, size: int = 1, first: int = 0, end: int | None = None) -> Iterator[Box]:
+        """What elements ``first`` to ``end`` of the parameter, flat, on rank ``rank`` of ``size`` are of the global weights.
 
-    def join(self, weights: Mapping[str, Tensor], rank: int = 0, size: int = 1) -> Tensor:
-        """The inverse of :meth:`split`: what rank ``rank`` of ``size`` holds."""
+        The boxes of all ranks, or of one where the parameter is not divided, tile each weight; padding is in none. An
+        interval of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row.
+        """
         if self.tensor_axis is None:
             rank, size = 0, 1
-        parts = [self._share(weights[w.name], rank, size) for w in self.weights]
-        if self.fused == "none":
-            return parts[0]
-        if self.fused == "gate_up":
-            return torch.cat(parts)
-        return torch.cat([p.unflatten(0, (self.groups // size, -1)) for p in parts], dim=1).flatten(0, 1)
+        width = math.prod(self.weights[0].shape[1:]) // (size if self.tensor_axis == 1 else 1)
+        column = rank * width if self.tensor_axis == 1 else 0
+        row = 0
+        for weight, rows, offset in self._runs(rank, size):
+            begin, stop = max(first, row * width), row * width + min(rows, weight.shape[0] - offset) * width
+            for r, c, height, breadth in _cut(begin, stop if end is None else min(stop, end), width):
+                offsets, sizes = (offset + r - row, column + c), (height, breadth)
+                axes = len(weight.shape)
+                yield Box(weight, offsets[:axes], sizes[:axes], r * width + c)
+            row += rows
 
-    def _share(self, weight: Tensor, rank: int, size: int) -> Tensor:
-        if self.padded:
-            weight = F.pad(weight, (0, 0, 0, padded_rows(len(weight), size) - len(weight)))
-        return weight if size == 1 else weight.chunk(size, self.tensor_axis or 0)[rank]
+    def views(self, held: Tensor, rank: int = 0, size: int = 1) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the whole parameter on rank ``rank`` of ``size``, each with its place in ``held``."""
+        for box in self.boxes(rank, size):
+            yield box, held.view(-1)[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
 
-    def _split(self, held: Tensor, size: int) -> dict[str, Tensor]:
-        """The shares of the global weights in the parameter of one of ``size`` ranks."""
-        if self.fused == "none":
-            parts: tuple[Tensor, ...] = (held,)
-        elif self.fused == "gate_up":
-            parts = held.chunk(2)
-        else:
-            grouped = held.unflatten(0, (self.groups // size, -1))
-            rows = [w.shape[0] // self.groups for w in self.weights]
-            parts = tuple(p.flatten(0, 1) for p in grouped.split(rows, dim=1))
-        return {w.name: p.contiguous() for w, p in zip(self.weights, parts, strict=True)}
+    def _runs(self, rank: int, size: int) -> Iterator[tuple[Weight, int, int]]:
+        """The parameter's rows from the first on: of which weight the next rows are, how many, and from which of its rows on."""
+        if self.fused == "qkv":
+            for group in range(rank * self.groups // size, (rank + 1) * self.groups // size):
+                for weight in self.weights:
+                    rows = weight.shape[0] // self.groups
+                    yield weight, rows, group * rows
+            return
+        for weight in self.weights:
+            rows = padded_rows(weight.shape[0], size) if self.padded else weight.shape[0]
+            if self.tensor_axis == 0:
+                rows //= size
+                yield weight, rows, rank * rows
+            else:
+                yield weight, rows, 0
+
+
+def _cut(begin: int, end: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Elements ``begin`` to ``end`` of a matrix of ``width`` columns, row by row, as boxes: (row, column, rows, columns)."""
+    while begin < end:
+        row, column = divmod(begin, width)
+        rows, columns = (
+            (1, min(width - column, end - begin)) if column or end - begin < width else ((end - begin) // width, width)
+        )
+        yield row, column, rows, columns
+        begin += rows * columns
 
 
 VALUE_GATE_CHANNELS = 32

@@ -206,12 +206,12 @@ def is_lost_contact(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(sign in text for sign in ("gloo/", "NCCL", "Connection closed", "Timed out"))
 
 
-def on_main(action: Callable[[], Result]) -> Result:
-    """Runs ``action`` on rank 0 and gives its result, or raises its error, on every rank. A collective.
+def on_main(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Runs ``action`` on rank 0 and gives its result, or raises its error, on every rank (of ``group``). A collective.
 
     A fault of the file system is raised as :class:`UsageError` with the path and the reason.
     """
-    return _on_first(action, dist.group.WORLD)
+    return _on_first(action, group or dist.group.WORLD)
 
 
 def on_reader(mesh: Mesh, action: Callable[[], Result]) -> Result:
@@ -239,11 +239,9 @@ def _on_first(action: Callable[[], Result], group: dist.ProcessGroup | None) -> 
     return answer[0]
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Adds ``values`` over all ranks, in place; with one rank it costs nothing."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Adds ``values`` over all ranks (of ``group``), in place; with one rank it costs nothing."""
+    return _sum(values, group) if dist.is_initialized() else values
 
 
 def sum_over_replicas(values: Tensor) -> Tensor:
@@ -267,26 +265,16 @@ def sum_over_tensor_ranks(values: Tensor) -> Tensor:
     return _sum(values, parallel_state.get_tensor_model_parallel_group())
 
 
-def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
 
 
-def gather_shares(share: Tensor) -> list[Tensor]:
-    """The shares of all ranks that share this rank's layers, in their order."""
-    from megatron.core import parallel_state
-
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1:
-        return [share]
-    shares = [torch.empty_like(share) for _ in range(size)]
-    dist.all_gather(shares, share.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return shares
-
-
 def gather_objects(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Every rank's ``value``, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found

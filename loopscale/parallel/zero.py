@@ -23,9 +23,6 @@ from loopscale.config.tree import OptimizerConfig
 from loopscale.parallel.buckets import BUCKET
 from loopscale.parallel.mesh import sum_over_replica, sum_over_tensor_ranks
 
-Moments = dict[str, dict[str, Tensor]]
-"""{moment as the optimizer names it: {parameter name: whole tensor}}."""
-
 
 class ZeroOptimizer:
     """Steps ``parameters`` (name -> parameter), all fp32 on one device, as ``config`` says.
@@ -89,50 +86,52 @@ class ZeroOptimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    @property
+    def divides_moments(self) -> bool:
+        """Whether each of the data-parallel ranks has a part of the moments; else all have all."""
+        return self._zero_stage == 1
+
     def moment_names(self) -> dict[str, list[str]]:
         """{moment: names of the parameters that have it}."""
         by_adam = [n for n in self._twins if n not in self._by_muon]
         names = {"exp_avg": by_adam, "exp_avg_sq": by_adam, "momentum_buffer": [n for n in self._twins if n in self._by_muon]}
         return {moment: own for moment, own in names.items() if own}
 
-    def moments(self) -> Moments:
-        """All moments, gathered over ranks; zeros before the first step. A collective."""
-        from deepspeed.utils import safe_get_full_optimizer_state
+    def moments(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """All moments that lie here: (moment, parameter, first, what this rank has of it from the parameter's element ``first``
+        on, flat). Zeros, made now, before the first step."""
+        if not self._has_state():
+            self._create_state()
+        for moment, names in self.moment_names().items():
+            for name in names:
+                if self._zero_stage == 0:
+                    yield moment, name, 0, self._state(name)[moment].view(-1)
+                elif (fragment := self._twins[name]._hp_mapping) is not None:  # type: ignore[attr-defined]
+                    flat = self._engine.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+                    here = fragment.hp_fragment_address
+                    own = self._optimizer.state[flat][moment][here.start : here.start + here.numel]
+                    yield moment, name, fragment.lp_fragment_address.start, own
 
-        names = self.moment_names()
-        if self.applied_steps == 0:
-            return {moment: {n: torch.zeros_like(self._parameters[n].data) for n in own} for moment, own in names.items()}
-        if self._zero_stage == 0:
-            return {moment: {n: self._state(n)[moment] for n in own} for moment, own in names.items()}
-        self._link_moments()
-        return {moment: {n: safe_get_full_optimizer_state(self._twins[n], moment) for n in own} for moment, own in names.items()}
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], applied_steps: int) -> None:
-        """Sets weights, moments and the number of steps that Adam's bias correction counts."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
+    def begin_at(self, applied_steps: int) -> None:
+        """Takes over what was written into parameters and moments, as after ``applied_steps`` steps (Adam counts them)."""
         self.applied_steps = applied_steps
-        for name, twin in self._twins.items():
-            twin.data.copy_(weights[name])
-            if self._zero_stage == 1:
-                safe_set_full_fp32_param(twin, weights[name].to(twin.device))
-        self._share_storage()
-        if applied_steps == 0:
-            return
-        self._create_state(applied_steps)
-        for moment, own in self.moment_names().items():
-            for name in own:
-                if self._zero_stage == 1:
-                    safe_set_full_optimizer_state(self._twins[name], moments[moment][name].to(self._twins[name].device), moment)
-                else:
-                    self._state(name)[moment].copy_(moments[moment][name])
+        if self._zero_stage == 1:
+            self._engine.optimizer.refresh_fp32_params()
+        if not self._has_state():
+            self._create_state()
+        for part in self._parts:
+            for group in part.param_groups:
+                if "step" in group:  # apex counts per group
+                    group["step"] = applied_steps
+            for state in part.state.values():
+                if "step" in state:
+                    state["step"].fill_(applied_steps)
 
     def state_tensors(self) -> Iterator[Tensor]:
         """The fp32 master part and the moments, wherever they lie; counters of steps are left out."""
         if self._zero_stage == 1:
             yield from self._engine.optimizer.single_partition_of_fp32_groups
-        for part in self._optimizer.parts if isinstance(self._optimizer, _Both) else (self._optimizer,):
+        for part in self._parts:
             for state in part.state.values():
                 yield from (t for t in state.values() if isinstance(t, Tensor) and t.dim())
 
@@ -164,30 +163,25 @@ class ZeroOptimizer:
             optimizer = optimizer.parts[name in self._by_muon]
         return optimizer.state[self._twins[name]]
 
-    def _create_state(self, applied_steps: int) -> None:
-        """Makes the state that the optimizer would make at its first step, so that it can be filled."""
-        parts = self._optimizer.parts if isinstance(self._optimizer, _Both) else (self._optimizer,)
-        for part in parts:
+    @property
+    def _parts(self) -> tuple[torch.optim.Optimizer, ...]:
+        return self._optimizer.parts if isinstance(self._optimizer, _Both) else (self._optimizer,)
+
+    def _has_state(self) -> bool:
+        return any(part.state for part in self._parts)
+
+    def _create_state(self) -> None:
+        """Makes the state that the optimizer would make at its first step, so that it can be read or filled."""
+        for part in self._parts:
             for group in part.param_groups:
-                if type(part).__module__.startswith("apex"):  # counts steps per group
-                    group["step"] = applied_steps
+                if type(part).__module__.startswith("apex"):
+                    group["step"] = 0
                 for flat in group["params"]:
                     if isinstance(part, torch.optim.Muon):
                         part.state[flat] = {"momentum_buffer": torch.zeros_like(flat)}
                         continue
-                    step = torch.tensor(float(applied_steps), device=flat.device if group.get("fused") else "cpu")
+                    step = torch.tensor(0.0, device=flat.device if group.get("fused") else "cpu")
                     part.state[flat] = {"step": step, "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-        if self._zero_stage == 1:
-            self._link_moments()
-
-    def _link_moments(self) -> None:
-        """Tells each twin where its moments lie. DeepSpeed links after the first group's first step, when the other
-        groups have no moments yet, and never again."""
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-        zero = self._engine.optimizer
-        for twins, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-            lazy_init_hp_params_optimizer_state(twins, flat, self._optimizer.state)
 
     def _share_storage(self) -> None:
         for name, parameter in self._parameters.items():

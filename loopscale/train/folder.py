@@ -2,7 +2,7 @@
 
 config.yaml  manifest.json  code/          what runs, written at every start
 metrics.jsonl  journal.jsonl  events/  wandb/   what it tells
-checkpoints/step-N/  evaluations/  report.html
+checkpoints/step-N/  checkpoints/best  evaluations/  report.html
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Any, TextIO
 import yaml
 
 import loopscale
-from loopscale.checkpoint import commit, store
+from loopscale.checkpoint import store
+from loopscale.checkpoint.commit import MANIFEST, Storage
+from loopscale.checkpoint.restore import storage_of
 from loopscale.config import Config
 from loopscale.errors import CheckpointError, UsageError
 
@@ -78,7 +80,7 @@ def _explicit(path: Path, config: Config) -> Path:
 
 
 def past(folder: Path, config: Config, resume: str | None) -> Place:
-    """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one.
+    """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one. A collective.
 
     A run that was killed before its first checkpoint starts again under "auto". Raises :class:`CheckpointError` when
     there are checkpoints but none is whole, :class:`UsageError` when a run named by its path has none.
@@ -86,9 +88,10 @@ def past(folder: Path, config: Config, resume: str | None) -> Place:
     if resume is None:
         return Place(folder)
     if resume != "auto" and _is_checkpoint(Path(resume)):
-        commit.verify(Path(resume))
+        store.verify(Path(resume))
         return Place(folder, Path(resume))
-    checkpoint, passed_over = store.newest_whole(folder / "checkpoints", config.checkpoint.on_damage)
+    storage = storage_of(folder, config.checkpoint.folder)
+    checkpoint, passed_over = store.newest_whole(storage, config.checkpoint.on_damage, folder / "fetched")
     if checkpoint is None and passed_over:
         raise CheckpointError(
             f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove them to start "
@@ -100,7 +103,7 @@ def past(folder: Path, config: Config, resume: str | None) -> Place:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / commit.MANIFEST).is_file() and path.parent.name == "checkpoints"
+    return (path / MANIFEST).is_file() and path.parent.name == "checkpoints"
 
 
 def claim(folder: Path) -> TextIO:
@@ -123,15 +126,9 @@ def claim(folder: Path) -> TextIO:
     return file
 
 
-def set_aside_later(checkpoints: Path, step: int) -> list[Path]:
+def set_aside_later(storage: Storage, step: int) -> list[str]:
     """Renames checkpoints beyond ``step``: the run that goes on from there has another future than theirs."""
-    aside = []
-    for path in commit.committed(checkpoints):
-        if int(path.name.removeprefix("step-")) > step:
-            target = path.with_name(f"{path.name}.superseded")
-            shutil.rmtree(target, ignore_errors=True)
-            aside.append(path.rename(target))
-    return aside
+    return [storage.set_aside(later) for later in storage.steps() if later > step]
 
 
 def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Mapping[str, Any]) -> None:
@@ -159,9 +156,12 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
     shutil.copytree(package, folder / "code" / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed", "batch.global_batch")
+FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed")
 """What a resumed run keeps: what it is, and what it reads next."""
-QUIET = ("run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "parallel.")
+QUIET = (
+    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "parallel.",
+    "checkpoint.",
+)  # fmt: skip
 """What may change without changing the run."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
@@ -11,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from loopscale.checkpoint import commit, store
-from loopscale.checkpoint.restore import find, load_weights
+from loopscale.checkpoint.restore import find, load_weights, storage_of
+from loopscale.checkpoint.saver import BEST, Saved, Saver
+from loopscale.checkpoint.store import Snapshot
 from loopscale.config import Batch, Config, Loaded, settle
 from loopscale.corpus.batches import StepBatch, batches, collate
 from loopscale.corpus.order import Order
@@ -57,7 +59,7 @@ class Outcome:
 
 
 def train(
-    loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, init: Path | None = None, profile: bool = False
+    loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, init: str | Path | None = None, profile: bool = False
 ) -> Outcome:
     """Trains as configured. With ``resume`` goes on from a checkpoint (see :func:`loopscale.train.folder.choose`); with
     ``init`` a new run starts from the weights of a run's newest checkpoint, or of one checkpoint.
@@ -93,7 +95,7 @@ def train(
 class Run:
     """A run between its start and its end; one per rank."""
 
-    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None, init: Path | None):
+    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None, init: str | Path | None):
         self.mesh, self.telemetry, self._lock = mesh, Telemetry(), contextlib.ExitStack()
         corpus = loaded.config.corpus
         self.corpus = PackedCorpus(corpus.path, "train", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
@@ -105,8 +107,11 @@ class Run:
         self.ring = Ring.of(config, self.counts)
         self.stages = meshes.gather_objects(mesh.stage)
         check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
-        place = meshes.on_main(lambda: self._claimed(stem, resume))
-        self.folder = place.folder
+        self.folder = meshes.on_main(lambda: self._claimed(stem, resume))
+        place = folders.past(self.folder, config, resume)
+        self.storage = storage_of(self.folder, config.checkpoint.folder)
+        self.saver = Saver(self.storage, config.checkpoint, config.parallel.timeout)
+        self._retry_save_at: int | None = None
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
         self.matmul_rate: float | None = None
         with self._explaining():
@@ -155,9 +160,10 @@ class Run:
                     self.memory.begin()
                 self.telemetry.advance(progress.step)
                 stopping = result.stop_ranks > 0 and not last
-                if last or stopping or _due(progress.step, config.checkpoint.every):
+                self._hear_of_save()
+                if last or stopping or _due(progress.step, config.checkpoint.every) or progress.step == self._retry_save_at:
                     with window.aside(), self.memory.aside():
-                        self._save(must=last or stopping)
+                        self._save(validation if validated else {}, must=last or stopping)
                 if stopping:
                     reason = f"asked to stop by {stop.name or 'a signal to another rank'}; go on with --resume auto"
                     self.telemetry.event("stopped", progress.step, reason)
@@ -273,30 +279,49 @@ class Run:
 
     # ---- checkpoints
 
-    def _save(self, must: bool) -> None:
-        """Commits a checkpoint; one that fails is told and tried again at the next interval, unless it ``must`` be."""
-        config, before = self.config.checkpoint, time.monotonic()
-        self.mesh.watch.doing = f"saving step {self.progress.step}"
-        path = self.folder / "checkpoints"
+    def _save(self, validation: dict[int, float], must: bool) -> None:
+        """Commits a checkpoint, or lets one be committed; one that fails is told and tried again, unless it ``must`` be."""
+        progress = self.progress
+        self.mesh.watch.doing = f"saving step {progress.step}"
+        self._hear_of_save(wait=True)
+        score = validation.get(self.config.depth.evaluation_depth)
+        own = snapshot.own(self.stage, self.optimizer, self.mesh)
+        content = Snapshot(progress.step, own, self._state(), self._companions(), {BEST: score})
+        if self.config.checkpoint.background and not must:
+            self.saver.request(content)
+            return
         try:
-            tensors = snapshot.tensors(self.stage, self.optimizer)
-            saved = store.save(path, self.progress.step, tensors, self._state(), self._companions())
+            self._tell_saved(self.saver.save(content))
+            self._retry_save_at = None
         except CheckpointError as error:
             if must:
                 raise
-            self.telemetry.event(
-                "warning", self.progress.step, f"{error}; the one before is kept, and the next is tried in {config.every} steps"
-            )
-            return
-        if self.mesh.is_main:
-            commit.prune(path, config.keep, config.keep_every)
-            took = f"{commit.size(saved) / 1e6:.0f} MB, {time.monotonic() - before:.1f} s"
-            self.telemetry.event("saved", self.progress.step, f"checkpoints/{saved.name} ({took})")
+            self._retry_save_at = progress.step + max(1, self.config.checkpoint.every // 10)
+            self._warn_of_save(error, f"tried again at step {self._retry_save_at}")
+
+    def _hear_of_save(self, wait: bool = False) -> None:
+        """What became of a checkpoint in the background, if there is news, or after waiting for it."""
+        if wait or self.saver.is_done():
+            try:
+                saved = self.saver.wait()
+            except CheckpointError as error:
+                self._warn_of_save(error, f"the next is tried in {self.config.checkpoint.every} steps")
+            else:
+                self._tell_saved(saved)
+
+    def _tell_saved(self, saved: Saved | None) -> None:
+        if saved is not None:
+            took = f"{saved.size / 1e6:.0f} MB, {saved.seconds:.1f} s"
+            self.telemetry.event("saved", self.progress.step, f"checkpoints/step-{saved.step} ({took})")
+
+    def _warn_of_save(self, error: CheckpointError, remedy: str) -> None:
+        self.telemetry.event("warning", self.progress.step, f"{error}; the one before is kept, and {remedy}")
 
     def _state(self) -> dict[str, Any]:
         return {
             **asdict(self.progress),
             "applied_steps": self.optimizer.applied_steps,
+            "law": self.step.law.state(),
             "corpus": self.corpus.fingerprint,
             "global_batch": self.batch.global_batch,
         }
@@ -345,7 +370,7 @@ class Run:
                 error, self._planned, rank=mesh.rank, stage=mesh.stage, doing=mesh.watch.doing, now=now, in_step=in_step
             ) from None
 
-    def _build(self, place: folders.Place, init: Path | None) -> list[str]:
+    def _build(self, place: folders.Place, init: str | Path | None) -> list[str]:
         """Builds this rank's part of the model, as a checkpoint has it if there is one; returns what changed since then."""
         config, mesh, changes = self.config, self.mesh, list[str]()
         load_deepspeed()  # libraries are not the model's memory
@@ -358,24 +383,31 @@ class Run:
         self.stage, self.optimizer = self.step.stage, self.step.optimizer
         if place.checkpoint is not None:
             changes = snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
-            self.progress = snapshot.restore(place.checkpoint, self.stage, self.optimizer)
+            self._go_on_from(place.checkpoint)
         elif init is not None:
-            load_weights(find(init), self.stage)
-            self.optimizer.load({h.parameter: p.data for h, p in self.step.trained}, {}, 0)
+            load_weights(find(init, self.folder / "fetched"), self.stage)
+            self.optimizer.begin_at(0)
         self.started = time.monotonic() - self.progress.elapsed
         self._measure_matmul_rate()
         return changes
 
-    def _claimed(self, stem: str, resume: str | None) -> folders.Place:
-        """The place of the run, its folder taken for this process before its past is looked at."""
+    def _go_on_from(self, checkpoint: Path) -> None:
+        """Weights, moments, counters and the law of the depths as a verified checkpoint has them. A collective."""
+        state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh)
+        self.progress = snapshot.progress_of(checkpoint, state)
+        self.step.law.load(state["law"])
+
+    def _claimed(self, stem: str, resume: str | None) -> Path:
+        """The folder of the run, taken for this process."""
         folder = folders.choose(self.config, stem, resume)
         self._lock.enter_context(folders.claim(folder))
-        return folders.past(folder, self.config, resume)
+        return folder
 
-    def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: Path | None, notes: list[str]) -> None:
+    def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: str | Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""
         resumed = self.progress.step
-        aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
+        aside = folders.set_aside_later(self.storage, resumed)
+        shutil.rmtree(self.folder / "fetched", ignore_errors=True)
         folders.describe(self.folder, self.config, loaded.origins, facts(self.setting, self.matmul_rate))
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
         for line in banner(self.setting):
@@ -383,8 +415,7 @@ class Run:
         for note in (*notes, *self._without_effect()):
             self.telemetry.event("warning", resumed, note)
         if aside:
-            names = ", ".join(p.name for p in aside)
-            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {names}")
+            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {', '.join(aside)}")
         if checkpoint is not None:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
         elif init is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.restore import load_own, set_weights
+from loopscale.checkpoint.parts import Piece
+from loopscale.checkpoint.restore import pieces
 from loopscale.config import Config
 from loopscale.config.show import differences
 from loopscale.errors import CheckpointError
 from loopscale.model.stage import LoopedStage
-from loopscale.parallel.mesh import gather_shares
+from loopscale.model.weights import Holder
+from loopscale.parallel.mesh import Mesh
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
 
@@ -37,33 +41,61 @@ class Progress:
     """Names the run to its tracker."""
 
 
-def tensors(stage: LoopedStage, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """Weights and moments that this stage holds as ``kind/global.name``, whole. A collective."""
-    moments, named = optimizer.moments(), dict[str, Tensor]()
+Fragment = tuple[str, Holder, int, Tensor]
+"""Kind, parameter, and what a rank has of it from an element on, flat."""
+
+
+def held(stage: LoopedStage, optimizer: ZeroOptimizer) -> Iterator[Fragment]:
+    """All weights and moments that lie here."""
     for holder, parameter in stage.held():
-        held = {
-            "weight": parameter.detach(),
-            **{m: of[holder.parameter] for m, of in moments.items() if holder.parameter in of},
-        }
-        for kind, own in held.items():
-            shares = gather_shares(own) if holder.tensor_axis is not None else [own]
-            named.update({f"{kind}/{name}": whole for name, whole in holder.split(shares).items()})
-    return named
-
-
-def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer) -> Progress:
-    """Sets weights, moments and counters from a checkpoint, strictly; returns the counters."""
-    state = store.load_state(checkpoint)
+        yield "weight", holder, 0, parameter.detach().view(-1)
     holders = {h.parameter: h for h, _ in stage.held()}
-    kinds = {"weight": list(holders), **optimizer.moment_names()}
-    loaded = load_own(checkpoint, stage, {kind: [holders[n] for n in names] for kind, names in kinds.items()})
-    joined = {
-        kind: {n: stage.share(holders[n], {w.name: loaded[f"{kind}/{w.name}"] for w in holders[n].weights}) for n in names}
-        for kind, names in kinds.items()
-    }
-    set_weights(stage, loaded)
-    optimizer.load(joined["weight"], joined, state["applied_steps"])
-    return Progress(**{f.name: state[f.name] for f in fields(Progress)})
+    for moment, name, first, flat in optimizer.moments():
+        yield moment, holders[name], first, flat
+
+
+def own(stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh) -> list[Piece]:
+    """What this rank saves: of what several ranks have alike, each a part."""
+    fragments = [f for f in held(stage, optimizer) if f[1].tensor_axis is not None or mesh.tensor_rank == 0]
+    alike = [f for f in fragments if f[0] == "weight" or not optimizer.divides_moments]
+    divided = [f for f in fragments if f[0] != "weight" and optimizer.divides_moments]
+    return _pieces(stage, [*_part(alike, mesh.data_rank, mesh.data_size), *divided])
+
+
+def _part(fragments: Sequence[Fragment], rank: int, size: int) -> Iterator[Fragment]:
+    """The part of rank ``rank`` of ``size``, when all is laid end to end and cut into equal lengths."""
+    total, at = sum(len(flat) for *_, flat in fragments), 0
+    begin, end = total * rank // size, total * (rank + 1) // size
+    for kind, holder, first, flat in fragments:
+        lo, hi = max(begin - at, 0), min(end - at, len(flat))
+        if lo < hi:
+            yield kind, holder, first + lo, flat[lo:hi]
+        at += len(flat)
+
+
+def _pieces(stage: LoopedStage, fragments: Iterable[Fragment]) -> list[Piece]:
+    return [piece for fragment in fragments for piece in pieces(stage, *fragment)]
+
+
+def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, Any]:
+    """Sets weights and moments from a verified checkpoint, strictly, and returns its ``state.json``. A collective."""
+    state = store.load_state(checkpoint)
+    names = {f"{k}/{w.name}" for k in ("weight", *optimizer.moment_names()) for h in stage.table for w in h.weights}
+    store.load(checkpoint, _pieces(stage, held(stage, optimizer)), names)
+    optimizer.begin_at(_counted(checkpoint, state, "applied_steps"))
+    store.compare_digests(checkpoint, own(stage, optimizer, mesh))
+    return state
+
+
+def progress_of(checkpoint: Path, state: Mapping[str, Any]) -> Progress:
+    """The counters in a checkpoint's ``state.json``."""
+    return Progress(**{f.name: _counted(checkpoint, state, f.name) for f in fields(Progress)})
+
+
+def _counted(checkpoint: Path, state: Mapping[str, Any], key: str) -> Any:
+    if key not in state:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: state.json does not have {key}")
+    return state[key]
 
 
 def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: int) -> list[str]:
@@ -80,10 +112,15 @@ def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: in
     before = yaml.safe_load((checkpoint / "config.yaml").read_text())
     differing = differences(before, config.model_dump(mode="json"))
     found = [d for d in differing if d[0] != "batch.global_batch"]  # what counts is the settled size
-    if state["global_batch"] != global_batch:
-        found.append(("batch.global_batch", state["global_batch"], global_batch))
     kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(folders.FIXED)]
     if kept:
         raise CheckpointError(f"{checkpoint} was trained with {'; '.join(kept[:4])}; a resumed run keeps it")
-    loud = [(key, old, new) for key, old, new in found if not key.startswith(folders.QUIET)]
-    return [f"{key} was {old}, is now {new}" for key, old, new in loud]
+    told = [f"{key} was {old}, is now {new}" for key, old, new in found if not key.startswith(folders.QUIET)]
+    if state["global_batch"] != global_batch:
+        step, steps, consumed = state["step"], config.train.steps, state["consumed"]
+        whole = consumed + (steps - step) * global_batch
+        told.append(
+            f"batch.global_batch was {state['global_batch']}, is now {global_batch}: step {step + 1} reads on from sample "
+            f"{consumed}, and the {steps} steps will have read {whole} samples instead of {steps * state['global_batch']}"
+        )
+    return told

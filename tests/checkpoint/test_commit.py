@@ -6,20 +6,37 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
 
-from loopscale.checkpoint import commit, store
+from loopscale.checkpoint import store
+from loopscale.checkpoint.commit import Folder, outlived
+from loopscale.checkpoint.parts import Piece
+from loopscale.checkpoint.saver import BEST, Saver
+from loopscale.config.tree import CheckpointConfig
 from loopscale.errors import CheckpointError
 
+SHAPE = (64, 33)
+NAMES = ("weight/a", "weight/b", "weight/c")
 
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {f"weight/{name}": torch.full((64, 33), value) for name in ("a", "b", "c")}
+
+def pieces(value: float = 0.0) -> list[Piece]:
+    return [Piece(name, SHAPE, (0, 0), torch.full(SHAPE, value)) for name in NAMES]
 
 
-def save(folder, step, interrupt=None):
-    return store.save(folder, step, tensors(float(step)), {"step": step}, {"config.yaml": "x: 1\n"}, interrupt=interrupt)
+def save(folder, step, interrupt=None, **facts):
+    snapshot = store.Snapshot(step, pieces(float(step)), {"step": step}, {"config.yaml": "x: 1\n"}, facts)
+    store.save(Folder(folder), snapshot, interrupt=interrupt)
+    return folder / f"step-{step}"
+
+
+def newest(folder, on_damage="fall_back"):
+    return store.newest_whole(Folder(folder), on_damage, folder)
 
 
 def _die_at(folder, step, stage):
@@ -39,7 +56,7 @@ def test_a_save_killed_at_any_stage_leaves_the_newest_whole_one(mesh, tmp_path, 
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    found, passed_over = store.newest_whole(tmp_path, "stop")
+    found, passed_over = newest(tmp_path, "stop")
     assert (found, passed_over) == (tmp_path / f"step-{survives}", [])
     assert store.load_state(found)["step"] == survives
     save(tmp_path, 3)
@@ -48,68 +65,141 @@ def test_a_save_killed_at_any_stage_leaves_the_newest_whole_one(mesh, tmp_path, 
 
 def test_what_is_saved_is_loaded(mesh, tmp_path):
     checkpoint = save(tmp_path, 5)
-    loaded = store.load_tensors(checkpoint, {n: tuple(t.shape) for n, t in tensors(5.0).items()})
-    assert all(torch.equal(loaded[n], t) for n, t in tensors(5.0).items())
+    loaded = pieces()
+    store.load(checkpoint, loaded)
+    assert all((piece.here == 5.0).all() for piece in loaded)
+    with safe_open(checkpoint / "tensors" / "rank-00000-000.safetensors", "pt") as file:  # as any tool would
+        assert torch.equal(file.get_tensor("weight/b[0:64,0:33]"), torch.full(SHAPE, 5.0))
 
 
-@pytest.mark.parametrize("file", ["tensors/__0_0.distcp", "state.json", "config.yaml", "tensors/.metadata"])
+@pytest.mark.parametrize("file", ["tensors/rank-00000-000.safetensors", "state.json", "config.yaml", "tensors/index.json"])
 def test_a_flipped_byte_is_found_and_the_file_named(mesh, tmp_path, file):
     save(tmp_path, 1)
     path = save(tmp_path, 2) / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    found, passed_over = store.newest_whole(tmp_path, "fall_back")
+    found, passed_over = newest(tmp_path, "fall_back")
     assert found == tmp_path / "step-1"
     assert passed_over[0].startswith(f"checkpoint step-2 is damaged: {file} has digest ")
     with pytest.raises(CheckpointError, match="step-2 is damaged"):
-        store.newest_whole(tmp_path, "stop")
+        newest(tmp_path, "stop")
 
 
 def test_a_missing_or_cut_file_is_found(mesh, tmp_path):
     checkpoint = save(tmp_path, 1)
     (checkpoint / "config.yaml").write_text("x")
     with pytest.raises(CheckpointError, match=r"config\.yaml has 1 bytes, the manifest says 5"):
-        commit.verify(checkpoint)
+        store.verify(checkpoint)
     (checkpoint / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"config\.yaml is missing"):
-        commit.verify(checkpoint)
+        store.verify(checkpoint)
 
 
 def test_an_uncommitted_folder_is_no_checkpoint(mesh, tmp_path):
-    commit.begin(tmp_path, 7)
-    assert store.newest_whole(tmp_path, "stop") == (None, [])
+    Folder(tmp_path).begin(7)
+    assert newest(tmp_path, "stop") == (None, [])
     with pytest.raises(CheckpointError, match="its save was cut short"):
-        commit.verify(tmp_path / "step-7.writing")
+        store.verify(tmp_path / "step-7.writing")
 
 
 def test_a_model_of_another_shape_is_refused_with_every_difference(mesh, tmp_path):
     checkpoint = save(tmp_path, 1)
     with pytest.raises(CheckpointError) as raised:
-        store.load_tensors(checkpoint, {"weight/a": (64, 33), "weight/b": (3,), "weight/d": (1,)})
+        store.load(
+            checkpoint, [Piece(n, (k,), (0,), torch.empty(k)) for n, k in (("weight/b", 3), ("weight/d", 1))], ["weight/a"]
+        )
     said = str(raised.value)
     assert "weight/d is missing" in said
     assert "weight/b has shape [64, 33], the model [3]" in said
     assert "weight/c is not in the model" in said
 
 
-def test_retention_keeps_the_newest_and_the_multiples(mesh, tmp_path):
-    for step in (1, 2, 3, 4, 5, 6):
-        save(tmp_path, step)
-    removed = commit.prune(tmp_path, keep=2, keep_every=3)
-    assert {p.name for p in removed} == {"step-1", "step-2", "step-4"}
-    assert [p.name for p in commit.committed(tmp_path)] == ["step-6", "step-5", "step-3"]
+@given(
+    scores=st.dictionaries(st.integers(1, 40), st.none() | st.sampled_from([1.0, 2.0, 3.0]), min_size=1),
+    keep=st.integers(1, 4),
+    keep_every=st.integers(0, 5),
+    keep_best=st.integers(0, 3),
+)
+def test_retention_keeps_the_newest_the_multiples_and_the_best(scores, keep, keep_every, keep_best):
+    known = {step: score for step, score in scores.items() if score is not None}
+    gone = outlived(list(scores), known, keep, keep_every, keep_best)
+    kept = set(scores) - set(gone)
+    assert set(sorted(scores)[-keep:]) <= kept
+    assert all(step in kept for step in scores if keep_every and step % keep_every == 0)
+    for step in gone:  # whatever goes is older than all of the newest, and at least so many are better, or as good and newer
+        assert sum(later > step for later in scores) >= keep
+        if step in known:
+            assert sum((score, -s) < (known[step], -step) for s, score in known.items()) >= keep_best
+    assert len(kept) <= keep + keep_best + sum(1 for s in scores if keep_every and s % keep_every == 0)
+
+
+def test_a_run_keeps_its_best_and_calls_it_so(mesh, tmp_path):
+    saver = Saver(Folder(tmp_path), CheckpointConfig(keep=1, keep_best=1), timeout=10)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        saver.save(store.Snapshot(step, pieces(), {}, {"config.yaml": ""}, {BEST: loss}))
+    assert Folder(tmp_path).steps() == [4, 2]
+    assert (tmp_path / "best").resolve() == tmp_path / "step-2"
+
+
+def test_a_background_save_holds_what_was_when_it_was_asked_for(mesh, tmp_path):
+    """A writer that waits: training goes on meanwhile, and neither weights nor counters of later enter the file; nothing is
+    removed before it is committed."""
+    storage, gate = Slow(tmp_path), threading.Event()
+    saver = Saver(storage, CheckpointConfig(keep=1, keep_best=0, background=True), timeout=10)
+    saver.save(store.Snapshot(1, pieces(1.0), {"step": 1}, {"config.yaml": ""}))
+    storage.gate = gate
+    live, state = pieces(2.0), {"step": 2, "window": [1]}
+    saver.request(store.Snapshot(2, live, state, {"config.yaml": ""}))
+    for piece in live:
+        piece.here.fill_(7.0)
+    state["step"] = 3
+    state["window"].append(2)
+    assert not saver.is_done()
+    assert storage.steps() == [1]
+    gate.set()
+    assert saver.wait().step == 2
+    assert storage.steps() == [2]
+    loaded = pieces()
+    store.load(tmp_path / "step-2", loaded)
+    assert all((piece.here == 2.0).all() for piece in loaded)
+    assert store.load_state(tmp_path / "step-2") == {"step": 2, "window": [1]}
+    assert saver.wait() is None
+
+
+class Slow(Folder):
+    """A folder that publishes when it is let."""
+
+    gate: threading.Event | None = None
+
+    def publish(self, step):
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        super().publish(step)
+
+
+def test_a_background_save_that_fails_is_told_to_who_waits(mesh, tmp_path):
+    class Full(Folder):
+        def publish(self, step):
+            raise OSError(28, "No space left on device")
+
+    saver = Saver(Full(tmp_path), CheckpointConfig(background=True), timeout=10)
+    saver.request(store.Snapshot(1, pieces(), {}, {"config.yaml": ""}))
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be saved: .*No space left"):
+        saver.wait()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "manifest", ["[]", '{"format": 1, "files": []}', '{"format": 1, "files": {}}', "\x00", '{"format": 99, "files": {}}']
+    "manifest",
+    ["[]", '{"format": 1, "files": []}', '{"format": 1, "files": {}}', "\x00", '{"format": 99, "files": {}}', "[" * 100000],
 )
 def test_a_manifest_that_makes_no_sense_is_damage(mesh, tmp_path, manifest):
     checkpoint = save(tmp_path, 1)
     (checkpoint / "manifest.json").write_text(manifest)
-    assert store.newest_whole(tmp_path, "fall_back")[0] is None
+    assert newest(tmp_path, "fall_back")[0] is None
     with pytest.raises(CheckpointError, match="checkpoint step-1"):
-        commit.verify(checkpoint)
+        store.verify(checkpoint)
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(mesh, tmp_path, monkeypatch):
@@ -124,10 +214,10 @@ def test_a_disk_without_room_is_told_before_anything_is_written(mesh, tmp_path, 
 def test_a_disk_that_refuses_leaves_the_one_before(mesh, tmp_path, monkeypatch):
     save(tmp_path, 1)
 
-    def full(_):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commit, "commit", full)
+    monkeypatch.setattr(Folder, "publish", full)
     with pytest.raises(CheckpointError, match=r"checkpoint of step 2 could not be saved: .*No space left"):
         save(tmp_path, 2)
-    assert store.newest_whole(tmp_path, "stop") == (tmp_path / "step-1", [])
+    assert newest(tmp_path, "stop") == (tmp_path / "step-1", [])

@@ -27,6 +27,7 @@ from loopscale.model.stage import LoopedStage
 from loopscale.model.weights import holders
 from loopscale.parallel.mesh import Mesh, Place
 from loopscale.train.step import TrainStep
+from tests.holding import join
 
 VOCABULARY, LENGTH = 1001, 128
 
@@ -289,5 +290,5 @@ def test_parameters_of_a_stage_are_those_that_its_modules_hold(mesh):
 def test_parameters_of_a_tensor_rank_are_its_shares(tensor):
     config = configuration(model={"qk_bias": True, "value_embeddings": True})
     for holder in holders(config.model, LENGTH):
-        share = holder.join({w.name: torch.empty(w.shape) for w in holder.weights}, tensor - 1, tensor)
+        share = join(holder, {w.name: torch.empty(w.shape) for w in holder.weights}, tensor - 1, tensor)
         assert elements(holder, tensor) == share.numel()

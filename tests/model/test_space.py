@@ -20,6 +20,7 @@ from loopscale.parallel.ring.links import Links
 from loopscale.parallel.ring.plan import plan
 from loopscale.randomness import normals, stream_key, truncated_normals, uniforms
 from tests import reference
+from tests.holding import split
 from tests.model.test_stage import BATCH, LENGTH, SEED, STEP, TOLERANCE, VOCABULARY, example, perturb, relative
 
 SMALL = {"hidden_size": 40, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
@@ -142,7 +143,7 @@ def test_loss_and_every_gradient_agree_with_the_reference(mesh, family, objectiv
     expected.backward()
     assert sum(t.item() for t in outcome.terms.values()) == pytest.approx(expected.item(), rel=TOLERANCE, abs=1e-9)
     for holder, parameter in stage.held():
-        for name, gradient in holder.split([_or_zeros(parameter)]).items():
+        for name, gradient in split(holder, [_or_zeros(parameter)]).items():
             wanted = _or_zeros(weights[name])
             assert relative(gradient, wanted) <= TOLERANCE or gradient.norm() + wanted.norm() < 1e-9, name
 
@@ -164,7 +165,7 @@ def test_per_sequence_depths_give_the_gradients_of_each_sequence_alone(mesh, fam
     found = {holder.parameter: parameter.grad.clone() for holder, parameter in stage.held()}
     expected_loss(weights, stage, together, starts, config, 5, 5, first).backward()
     for holder, _ in stage.held():
-        for name, gradient in holder.split([found[holder.parameter]]).items():
+        for name, gradient in split(holder, [found[holder.parameter]]).items():
             assert relative(gradient, weights[name].grad) <= TOLERANCE, name
 
     stage.zero_grad()

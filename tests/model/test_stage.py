@@ -16,6 +16,7 @@ from loopscale.parallel.ring.offload import waiting_on_cpu
 from loopscale.parallel.ring.plan import plan
 from loopscale.randomness import normals, stream_key
 from tests import reference
+from tests.holding import join, split
 
 TOLERANCE = 1e-5
 VOCABULARY, LENGTH, BATCH, SEED, STEP = 97, 24, 3, 5, 7
@@ -58,9 +59,9 @@ def perturb(stage) -> dict[str, torch.Tensor]:
     weights = {}
     with torch.no_grad():
         for holder, parameter in stage.held():
-            own = {n: w + torch.randn(w.shape, generator=generator) * 0.05 for n, w in holder.split([parameter]).items()}
+            own = {n: w + torch.randn(w.shape, generator=generator) * 0.05 for n, w in split(holder, [parameter]).items()}
             parameter.fill_(7.0)  # padding must not matter
-            parameter[: sum(len(w) for w in own.values())] = holder.join(own)[: sum(len(w) for w in own.values())]
+            parameter[: sum(len(w) for w in own.values())] = join(holder, own)[: sum(len(w) for w in own.values())]
             weights.update({name: w.double().requires_grad_() for name, w in own.items()})
     return weights
 
@@ -119,7 +120,7 @@ def test_loss_and_every_gradient_agree_with_the_reference(mesh, shape, objective
     expected.backward()
     assert run(stage, inputs, objective, depth, b) == pytest.approx(expected.item(), rel=TOLERANCE)
     for holder, parameter in stage.held():
-        for name, gradient in holder.split([parameter.grad]).items():
+        for name, gradient in split(holder, [parameter.grad]).items():
             assert relative(gradient, weights[name].grad) <= TOLERANCE, name
 
 

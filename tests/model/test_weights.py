@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,32 +14,41 @@ from loopscale.config.tree import ModelConfig
 from loopscale.model.flops import count, training_flops
 from loopscale.model.weights import holders, initial, padded_rows
 from loopscale.parallel.ring.plan import Work
+from tests.holding import elements, join, spans, split
 
 
-@given(groups=st.integers(1, 4), per_group=st.integers(1, 3), width=st.sampled_from([2, 4]))
-def test_fused_holders_split_and_join_without_loss(groups, per_group, width):
-    model = ModelConfig(vocab_size=11, hidden_size=8, heads=groups * per_group, kv_heads=groups, head_dim=width, ffn_size=6)
-    for holder in holders(model, 16):
-        rows = sum(w.shape[0] for w in holder.weights)
-        held = torch.arange(rows * math.prod(holder.weights[0].shape[1:])).view(rows, *holder.weights[0].shape[1:])
-        parts = holder.split([held])
-        assert {n: tuple(p.shape) for n, p in parts.items()} == {w.name: w.shape for w in holder.weights}
-        assert torch.equal(holder.join(parts)[:rows], held)
-
-
-@given(tensor_size=st.sampled_from([1, 2, 3, 4]), groups=st.integers(1, 2), per_group=st.integers(1, 3))
-def test_shares_of_tensor_parallel_ranks_join_to_the_whole(tensor_size, groups, per_group):
-    kv = groups * tensor_size
+@given(
+    size=st.sampled_from([1, 2, 3, 4]),
+    groups=st.integers(1, 2),
+    per_group=st.integers(1, 3),
+    cuts=st.lists(st.floats(0, 1), max_size=4),
+)
+def test_boxes_of_all_ranks_and_intervals_tile_the_weights(size, groups, per_group, cuts):
+    """Every element of every weight is in exactly one box, and lies where the box says; an interval cuts a matrix into three
+    boxes at most."""
+    kv = groups * size
     model = ModelConfig(
-        vocab_size=101, hidden_size=32, heads=kv * per_group, kv_heads=kv, head_dim=2, ffn_size=6 * tensor_size,
+        vocab_size=101, hidden_size=8 * size, heads=kv * per_group, kv_heads=kv, head_dim=2, ffn_size=6 * size,
         value_embeddings=True, qk_bias=True, tied_head=False,
     )  # fmt: skip
     for holder in holders(model, 16):
-        whole = {w.name: torch.arange(math.prod(w.shape)).view(w.shape) for w in holder.weights}
-        shares = [holder.join(whole, rank, tensor_size) for rank in range(tensor_size)]
+        whole = {w.name: torch.arange(1, 1 + math.prod(w.shape)).view(w.shape) for w in holder.weights}
+        ranks = size if holder.tensor_axis is not None else 1
+        shares = [join(holder, whole, rank, ranks) for rank in range(ranks)]
         assert len({share.shape for share in shares}) == 1
-        for name, part in holder.split(shares).items():
-            assert torch.equal(part, whole[name])
+        assert sum(int((share > 0).sum()) for share in shares) == sum(w.numel() for w in whole.values())
+        times = {w.name: torch.zeros(w.shape, dtype=torch.int64) for w in holder.weights}
+        for rank, share in enumerate(shares):
+            ends = sorted({0, share.numel(), *(int(cut * share.numel()) for cut in cuts)})
+            for first, end in itertools.pairwise(ends):
+                boxes = list(holder.boxes(rank, ranks, first, end))
+                for box in boxes:
+                    assert first <= box.start and box.start + elements(box) <= end
+                    held = share.view(-1)[box.start : box.start + elements(box)]
+                    assert torch.equal(whole[box.weight.name][spans(box)].flatten(), held)
+                    times[box.weight.name][spans(box)] += 1
+                assert holder.fused != "none" or len(boxes) <= 3
+        assert all((count == 1).all() for count in times.values())
 
 
 def test_rows_are_padded_alike_for_every_usual_number_of_ranks():
@@ -51,7 +61,7 @@ def test_qkv_rows_are_grouped_as_megatron_has_them():
     model = ModelConfig(vocab_size=11, hidden_size=1, heads=4, kv_heads=2, head_dim=1, ffn_size=2)
     qkv = next(h for h in holders(model, 4) if h.fused == "qkv")
     held = torch.tensor([[0.0], [1.0], [10.0], [20.0], [2.0], [3.0], [11.0], [21.0]])  # q0 q1 k0 v0 | q2 q3 k1 v1
-    parts = [p.flatten().tolist() for p in qkv.split([held]).values()]
+    parts = [p.flatten().tolist() for p in split(qkv, [held]).values()]
     assert parts == [[0, 1, 2, 3], [10, 11], [20, 21]]
 
 

@@ -24,8 +24,9 @@ from loopscale.corpus.packing import Sample, starts_of, targets_of
 from loopscale.depth import make_prior
 from loopscale.model.flops import count
 from loopscale.model.ring import Ring
-from loopscale.parallel.mesh import Mesh, gather_objects, gather_shares, sum_over_replicas, sum_over_tensor_ranks
+from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_replicas, sum_over_tensor_ranks
 from loopscale.train.step import TrainStep
+from tests.holding import gather_shares, split
 
 TOLERANCE = 1e-5
 ROUNDING = 2.0**-24
@@ -218,7 +219,7 @@ def _global(mesh: Mesh, train: TrainStep, held: dict[str, torch.Tensor]) -> dict
     own = {}
     for holder, _ in train.stage.held():
         shares = gather_shares(held[holder.parameter]) if holder.tensor_axis is not None else [held[holder.parameter]]
-        own.update({name: whole.clone() for name, whole in holder.split(shares).items()})
+        own.update({name: whole.clone() for name, whole in split(holder, shares).items()})
     return {name: tensor for part in gather_objects(own) for name, tensor in part.items()}
 
 

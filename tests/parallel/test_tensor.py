@@ -10,7 +10,8 @@ from loopscale.config.tree import ParallelConfig
 from loopscale.model.sharing import Sharing
 from loopscale.model.weights import padded_rows
 from loopscale.objective.cross_entropy import linear_cross_entropy
-from loopscale.parallel.mesh import Mesh, gather_shares, on_reader, sum_over_tensor_ranks
+from loopscale.parallel.mesh import Mesh, on_reader, sum_over_tensor_ranks
+from tests.holding import gather_shares
 from tests.parallel.test_layouts import Case, compare, configuration, trace
 
 pytestmark = pytest.mark.ranks

@@ -1,0 +1,361 @@
+"""Global tensors in files: boxes of them in safetensors files, some a rank, and an index of the boxes in JSON.
+
+torch.distributed.checkpoint plans who writes and reads what; the files are safetensors rather than its pickles, so that
+reading a checkpoint never executes anything, and any tool can look into one. The index is ``tensors/index.json``:
+
+    {"weight/core.0.q": {"shape": [64, 64], "digest": "0f…", "boxes": [
+        {"file": "rank-00000-000.safetensors", "offsets": [0, 0], "sizes": [32, 64]}, …]}}
+
+and in that file the box is the fp32 tensor ``weight/core.0.q[0:32,0:64]``. The digest is that of ``diagnostics/digest.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from loopscale.checkpoint.commit import File, Storage
+from loopscale.diagnostics.digest import element_digest
+from loopscale.durable import sync, write_json
+from loopscale.errors import CheckpointError
+
+INDEX = "tensors/index.json"
+FILE_BYTES = 2**29
+"""Largest file, boxes that are larger aside: it is also what a rank on a GPU copies to the CPU at once."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor, fp32, and where it lies here.
+
+    ``name`` is ``kind/global.name`` and ``shape`` the global shape; the box begins at ``offsets`` and has the shape of
+    ``here``, which is read when saving and written when loading.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    here: Tensor
+
+    @property
+    def index(self) -> MetadataIndex:
+        return MetadataIndex(self.name, torch.Size(self.offsets))
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.here.shape)
+
+    def digest(self) -> Tensor:
+        """Its share of the tensor's digest, an int64 scalar."""
+        return element_digest(self.here, self.shape, self.offsets)
+
+
+class StoredBox(BaseModel):
+    """A box of a tensor and the file that has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    file: Annotated[str, Field(pattern=r"^rank-\d{5}-\d{3,6}\.safetensors$")]
+    offsets: tuple[Annotated[int, Field(ge=0)], ...]
+    sizes: tuple[Annotated[int, Field(ge=1)], ...]
+
+    def key(self, name: str) -> str:
+        """Its name in the file."""
+        spans = (f"{o}:{o + n}" for o, n in zip(self.offsets, self.sizes, strict=True))
+        return f"{name}[{','.join(spans)}]"
+
+
+class StoredTensor(BaseModel):
+    """A global tensor, fp32."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+_INDEX = TypeAdapter(dict[str, StoredTensor])
+
+
+def read_index(checkpoint: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint and where their boxes are.
+
+    Raises :class:`CheckpointError` when the index is not one, or when the boxes of a tensor are not all of it.
+    """
+    try:
+        index = _INDEX.validate_json((checkpoint / INDEX).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX} cannot be read ({_brief(error)})") from None
+    for name, tensor in index.items():
+        for box in tensor.boxes:
+            if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
+                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} has other axes")
+            if any(o + n > whole for o, n, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)):
+                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} lies outside of it")
+        if (found := sum(math.prod(b.sizes) for b in tensor.boxes)) != tensor.elements:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.name} is damaged: {INDEX}: boxes of {name} have {found} of {tensor.elements} elements"
+            )
+    return index
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Saves the pieces that each rank gives; torch's planner checks that together they tile every tensor."""
+
+    def __init__(self, pieces: Sequence[Piece]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = {p.index: p for p in pieces}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([self._item(p) for p in self.pieces.values()])
+        return self.plan
+
+    def _item(self, piece: Piece) -> WriteItem:
+        data = TensorWriteData(piece.chunk, TensorProperties(torch.float32), torch.Size(piece.shape))
+        return WriteItem(piece.index, WriteItemType.SHARD, tensor_data=data)
+
+
+class PartWriter(StorageWriter):
+    """Writes each rank's boxes of the checkpoint of ``step`` into files of its own, on disk to the last byte, and rank 0 the
+    index.
+
+    On rank 0 :attr:`written` then has the files of all ranks. A file's digest is taken by the rank that wrote it.
+    """
+
+    def __init__(self, storage: Storage, step: int):
+        self._storage, self._step = storage, step
+        self.written: tuple[File, ...] = ()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"rank-{rank:05d}") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(planner, PieceSavePlanner)
+        results, folder = list[WriteResult](), self._storage.writing(self._step)
+        for number, items in enumerate(_files(plan.items)):
+            name = f"{plan.storage_data}-{number:03d}.safetensors"
+            boxes = {item.index: _box(item, name) for item in items}
+            tensors = {box.key(index.fqn): planner.pieces[index].here.cpu() for index, box in boxes.items()}
+            save_file(tensors, folder / "tensors" / name)
+            del tensors
+            sync(folder / "tensors" / name)
+            file = File.of(folder, f"tensors/{name}")
+            self._storage.deliver(self._step, file.name)
+            for index, box in boxes.items():
+                stored = _Stored(box, int(planner.pieces[index].digest()), file)
+                results.append(WriteResult(index, 4 * math.prod(box.sizes), stored))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        boxes, digests, files = dict[str, list[StoredBox]](), dict[str, int](), dict[str, File]()
+        for result in (r for own in results for r in own):
+            name, stored = result.index.fqn, result.storage_data
+            boxes.setdefault(name, []).append(stored.box)
+            digests[name] = digests.get(name, 0) + stored.digest
+            files[stored.file.name] = stored.file
+        index = {}
+        for name, own in boxes.items():
+            shape = metadata.state_dict_metadata[name].size  # type: ignore[union-attr]
+            index[name] = StoredTensor(shape=tuple(shape), digest=hexadecimal(digests[name]), boxes=tuple(own)).model_dump()
+        write_json(self._storage.writing(self._step) / INDEX, index)
+        self.written = tuple(files.values())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Reads into the pieces that lie here, and only what they need."""
+
+    def __init__(self, pieces: Sequence[Piece]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = {p.index: p for p in pieces}
+
+    def create_local_plan(self) -> LoadPlan:
+        by_name: dict[str, list[Piece]] = {}
+        for piece in self._pieces.values():
+            by_name.setdefault(piece.name, []).append(piece)
+        assert self.metadata is not None
+        items = []
+        for name, pieces in by_name.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, [p.chunk for p in pieces])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index].here
+
+
+class PartReader(StorageReader):
+    """Reads boxes, or parts of boxes, of a verified checkpoint."""
+
+    def __init__(self, checkpoint: Path):
+        self._checkpoint = checkpoint
+        self.index = read_index(checkpoint)
+        self._boxes = {
+            MetadataIndex(name, torch.Size(box.offsets)): box for name, tensor in self.index.items() for box in tensor.boxes
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        properties = TensorProperties(torch.float32)
+        tensors = {
+            name: TensorStorageMetadata(
+                properties,
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.boxes],
+            )
+            for name, tensor in self.index.items()
+        }
+        return Metadata(state_dict_metadata=tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._boxes[item.storage_index].file, []).append(item)
+        for file, items in by_file.items():
+            with opened(self._checkpoint, file) as source:
+                for item in items:
+                    box = self._boxes[item.storage_index]
+                    part = stored_slice(source, box, item.storage_index.fqn)
+                    spans = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    planner.resolve_tensor(item).copy_(part[spans])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def opened(checkpoint: Path, file: str) -> Any:
+    """A part of a checkpoint, open; its data are read where they are asked for."""
+    try:
+        return safe_open(checkpoint / "tensors" / file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: tensors/{file} cannot be read ({error})") from None
+
+
+def stored_slice(source: Any, box: StoredBox, name: str) -> Any:
+    """A box in an open part, to be indexed; raises :class:`CheckpointError` where the part does not have it as the index says."""
+    try:
+        part = source.get_slice(box.key(name))
+    except SafetensorError as error:
+        raise CheckpointError(f"tensors/{box.file} does not have {box.key(name)}, which {INDEX} promises ({error})") from None
+    if part.get_dtype() != "F32" or tuple(part.get_shape()) != box.sizes:
+        found = f"{part.get_dtype()} {list(part.get_shape())}"
+        raise CheckpointError(f"tensors/{box.file} has {box.key(name)} as {found}, {INDEX} says F32 {list(box.sizes)}")
+    return part
+
+
+def problems(index: Mapping[str, StoredTensor], pieces: Sequence[Piece], elsewhere: Collection[str]) -> list[str]:
+    """What keeps ``pieces`` from being read: names that are missing, other shapes, and names of the same kinds that are
+    neither wanted nor ``elsewhere``."""
+    shapes = {p.name: p.shape for p in pieces}
+    found = [f"{name} is missing" for name in shapes if name not in index]
+    found += [
+        f"{n} has shape {list(index[n].shape)}, the model {list(s)}"
+        for n, s in shapes.items()
+        if n in index and index[n].shape != s
+    ]
+    kinds = {name.split("/")[0] for name in shapes}
+    known = {*shapes, *elsewhere}
+    return found + [f"{name} is not in the model" for name in index if name.split("/")[0] in kinds and name not in known]
+
+
+def hexadecimal(digest: int) -> str:
+    """A sum of element digests, mod 2⁶⁴, as the index has it."""
+    return f"{digest % 2**64:016x}"
+
+
+def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Items in order, as many in a file as it may hold."""
+    batch, held = list[WriteItem](), 0
+    for item in items:
+        size = 4 * math.prod(item.tensor_data.chunk.sizes)  # type: ignore[union-attr]
+        if batch and held + size > FILE_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What rank 0 is told of a box that was written."""
+
+    box: StoredBox
+    digest: int
+    file: File
+
+
+def _box(item: WriteItem, file: str) -> StoredBox:
+    chunk = item.tensor_data.chunk  # type: ignore[union-attr]
+    return StoredBox(file=file, offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
+
+
+def _brief(error: Exception) -> str:
+    return f"{error.error_count()} mistakes in it" if isinstance(error, ValidationError) else str(error)
