@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
 from tests.conftest import Runs
 from tests.corpus.conftest import built, texts, write_jsonl
@@ -134,7 +135,7 @@ def test_a_run_learns_and_says_so(one_process):
     assert len(records[0]["state_norm"]) == max(records[0]["depths"])
     path = one_process.path("one")
     assert (path / "config.yaml").exists() and (path / "code" / "loopscale" / "cli.py").exists()
-    assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-10", "step-15", "step-20"}
+    assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-10", "step-15", "step-20", "best"}
 
 
 def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_corpus):
@@ -210,12 +211,23 @@ def test_a_resumed_run_keeps_what_it_is_and_tells_what_else_changed(runs):
     for override, told in (
         ("corpus.sequence_length=16", "corpus.sequence_length 32, the configuration says 16"),
         ("model.inject=add", "model.inject ortho, the configuration says add"),
-        ("batch.global_batch=16", "batch.global_batch 8, the configuration says 16"),
     ):
         assert told in runs.train("kept", "train.steps=3", override, options=["--resume", "auto"], exit_code=1)
     output = runs.train("kept", "train.steps=3", "optimizer.lr=0.001", "log.every=3", options=["--resume", "auto"])
     assert "optimizer.lr was 0.003, is now 0.001" in output
     assert "log.every was" not in output
+
+
+def test_another_global_batch_reads_on_where_the_samples_end(runs, text_corpus):
+    """Two steps of 8 and two of 16: the third reads samples 16 to 31 of the order, and the run says what that means."""
+    runs.train("grown", "train.steps=2", "checkpoint.every=2")
+    output = runs.train("grown", "train.steps=4", "batch.global_batch=16", options=["--resume", "auto"])
+    assert "batch.global_batch was 8, is now 16: step 3 reads on from sample 16" in output
+    assert "the 4 steps will have read 48 samples instead of 32" in output
+    packed, order = PackedCorpus(text_corpus, "train", 32), Order(len(PackedCorpus(text_corpus, "train", 32)), 1, 65_536)
+    tokens = [record["tokens"] for record in runs.records("grown")]
+    scored = [int((packed[order[i]].targets >= 0).sum()) for i in range(48)]
+    assert tokens == [sum(scored[:end]) for end in (8, 16, 32, 48)]
 
 
 def test_resuming_by_path_under_another_name_is_refused_and_a_new_run_may_start_from_its_weights(runs):
