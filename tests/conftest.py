@@ -80,7 +80,7 @@ class Runs:
 
     def job(self, name: str, commands: Sequence[Sequence[str]], **more: Any) -> Job:
         """Starts a run, a command for each of its ranks; ``more`` as for :class:`Job`."""
-        return Job(self.folder, name, self.path(name) / "metrics.jsonl", commands, **more)
+        return Job(self.folder, name, commands, **more)
 
     def start(self, name: str, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = NOTHING, **more: Any) -> Job:
         """Starts a run; ``more`` as for :meth:`command`."""

@@ -70,7 +70,11 @@ class Launched:
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """What it has printed until it ended, and None for the errors that are part of it."""
         self.wait(timeout)
-        return self._output.read_text(), None
+        return self.printed(), None
+
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

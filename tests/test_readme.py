@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,6 +18,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.ranks
 def test_the_injection_of_the_readme_is_one_file_and_one_line(tmp_path):
     """Both blocks are put into a copy of the package; a model with it gets a gradient on its one parameter."""
     shutil.copytree(ROOT / "loopscale", tmp_path / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
@@ -24,7 +27,14 @@ def test_the_injection_of_the_readme_is_one_file_and_one_line(tmp_path):
     (tmp_path / re.search(r"# (loopscale/\S+)", file)[1]).write_text(file)
     registry = tmp_path / "loopscale" / "config" / "registry.py"
     registry.write_text(registry.read_text().replace("INJECTIONS = {\n", f"INJECTIONS = {{\n{line}\n"))
-    script = """
+    script = (
+        f"""
+import sys
+for name in [n for n in sys.modules if n.partition(".")[0] == "loopscale"]:
+    del sys.modules[name]  # the server of processes has imported the package itself
+sys.path.insert(0, {str(tmp_path)!r})
+"""
+        + """
 import torch
 from loopscale.config.tree import ModelConfig, ParallelConfig
 from loopscale.parallel import mesh
@@ -43,11 +53,9 @@ execute(plan(1, [task.work], in_flight=1), stage, [task], Links.alone())
 gate = dict(stage.named_parameters())["injection.gate"]
 print("GRADIENT", float(gate.grad.norm()) > 0, [w.name for h, _ in stage.held() for w in h.weights if "inject" in w.name])
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
     )
-    assert done.stdout.strip().endswith("GRADIENT True ['inject.gate']"), done.stderr[-2000:]
+    printed, _ = launch([sys.executable, "-c", script], tmp_path / "printed.txt").communicate(120)
+    assert printed.strip().endswith("GRADIENT True ['inject.gate']"), printed
 
 
 def test_every_preset_that_the_readme_names_is_there():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from loopscale.checkpoint.parts import Piece
 from loopscale.checkpoint.saver import BEST, Saver
 from loopscale.config.tree import CheckpointConfig
 from loopscale.errors import CheckpointError
+from tests.launch import Launched
 
 SHAPE = (64, 33)
 NAMES = ("weight/a", "weight/b", "weight/c")
@@ -52,10 +52,8 @@ def _die_at(folder, step, stage):
 @pytest.mark.parametrize(("stage", "survives"), [("begun", 1), ("tensors", 1), ("written", 1), ("committed", 2)])
 def test_a_save_killed_at_any_stage_leaves_the_newest_whole_one(mesh, tmp_path, stage, survives):
     save(tmp_path, 1)
-    process = multiprocessing.get_context("spawn").Process(target=_die_at, args=(tmp_path, 2, stage))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    process = Launched(_die_at, (tmp_path, 2, stage), tmp_path / "printed.txt")
+    assert process.wait(120) == -signal.SIGKILL, process.printed()
     found, passed_over = newest(tmp_path, "stop")
     assert (found, passed_over) == (tmp_path / f"step-{survives}", [])
     assert store.load_state(found)["step"] == survives

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from loopscale.corpus.folder import Corpus
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
 from loopscale.errors import DataError
+from tests.train.jobs import Job
 
 LENGTH = 16
 
@@ -150,6 +150,7 @@ UNCLOSED = """
 
 @pytest.mark.ranks
 def test_a_run_that_fails_does_not_wait_for_its_workers(corpus: Corpus) -> None:
+    """The real thing: it is about what an interpreter does at its end."""
     command = [sys.executable, "-c", textwrap.dedent(UNCLOSED), corpus.location]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (3, "")
@@ -177,21 +178,18 @@ RANK = """
 """
 
 
-def torchrun(tmp_path: Path, corpus: Path, ranks: int, readers: list[int]) -> list[list[list[list[list[int]]]]]:
-    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(tmp_path / "rank.py"), str(corpus), str(tmp_path), json.dumps(readers)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 0, result.stderr
+def by_ranks(tmp_path: Path, corpus: Path, ranks: int, readers: list[int]) -> list[list[list[list[list[int]]]]]:
+    command = [sys.executable, "-c", textwrap.dedent(RANK), str(corpus), str(tmp_path), json.dumps(readers)]
+    with Job(tmp_path, "stripes", [command] * ranks) as job:
+        assert job.wait_for_end() == [0] * ranks, job.all_printed()
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in readers]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("readers", [[0, 1], [1]])
-def test_ranks_of_torchrun_read_their_stripes(corpus: Corpus, tmp_path: Path, readers: list[int]) -> None:
+def test_ranks_read_their_stripes(corpus: Corpus, tmp_path: Path, readers: list[int]) -> None:
     stripes = {
         0: [[[[8], [9]], [[12], [13]]], [[[16], [17]], [[20], [21]]]],
         1: [[[[10], [11]], [[14], [15]]], [[[18], [19]], [[22], [23]]]],
     }
-    assert torchrun(tmp_path, Path(corpus.location), 2, readers) == [stripes[rank] for rank in readers]
+    assert by_ranks(tmp_path, Path(corpus.location), 2, readers) == [stripes[rank] for rank in readers]

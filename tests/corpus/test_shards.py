@@ -3,54 +3,82 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loopscale.corpus.folder import Corpus
+from tests.launch import Launched, kill_group
 
 pytestmark = pytest.mark.ranks
 
-READS = """
-    import sys
+
+def read(orders: Connection) -> None:
+    """Reads each corpus it is told to, whole, and answers with the sum of what it read."""
     from loopscale.corpus.packing import PackedCorpus
-    print("loaded", flush=True)
-    for line in sys.stdin:  # one corpus folder a line
-        packed = PackedCorpus(line.strip(), "train", 16)
-        print(sum(int(packed[i].tokens.sum()) for i in range(len(packed))), flush=True)
-"""
+
+    while True:
+        packed = PackedCorpus(orders.recv(), "train", 16)
+        orders.send(sum(int(packed[i].tokens.sum()) for i in range(len(packed))))
 
 
-def reader(script: str = READS) -> subprocess.Popen[str]:
-    """A process that reads each corpus it is told to, whole, and answers with the sum of what it read."""
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout and process.stdout.readline() == "loaded\n"
-    return process
+def stop_while_unpacking(orders: Connection) -> None:
+    import streaming
+
+    from loopscale.corpus.packing import PackedCorpus
+
+    def prepare(self: streaming.Stream, shard: Any) -> None:  # the lock is held, and half a shard is on disk
+        Path(self.local, self.split, shard.raw_data.basename + ".tmp").write_bytes(b"half")
+        orders.send("unpacking")
+        time.sleep(600)
+
+    streaming.Stream.prepare_shard = prepare
+    PackedCorpus(orders.recv(), "train", 16)[0]
 
 
-def tell(process: subprocess.Popen[str], folder: Path) -> None:
-    assert process.stdin
-    process.stdin.write(f"{folder}\n")
-    process.stdin.flush()
+def stream(orders: Connection) -> None:
+    from streaming import StreamingDataset
+
+    dataset = StreamingDataset(local=str(orders.recv()), split="train", batch_size=1)
+    orders.send(len(dataset))
+    time.sleep(600)
 
 
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout
-    return process.stdout.readline()
+class Reader:
+    """A process that does ``work``, seen from the test."""
+
+    def __init__(self, work: Callable[[Connection], None], output: Path):
+        self._pipe, orders = Pipe()
+        self._process = Launched(work, (orders,), output)
+        orders.close()
+
+    def tell(self, folder: Path) -> None:
+        self._pipe.send(folder)
+
+    def answer(self) -> Any:
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        kill_group(self._process)
 
 
-def end(*processes: subprocess.Popen[str]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe
-            pipe.close()
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
+    """Starts readers, which end with the test."""
+    readers = list[Reader]()
+
+    def start(work: Callable[[Connection], None] = read) -> Reader:
+        readers.append(Reader(work, tmp_path / f"reader-{len(readers)}.txt"))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        reader.end()
 
 
 def fresh(corpus: Corpus, target: Path) -> Path:
@@ -58,75 +86,45 @@ def fresh(corpus: Corpus, target: Path) -> Path:
     return target
 
 
-def test_two_processes_unpack_one_corpus_at_once_20_times(corpus: Corpus, tmp_path: Path) -> None:
-    first, second = reader(), reader()
+def test_two_processes_unpack_one_corpus_at_once_20_times(corpus: Corpus, tmp_path: Path, start: Callable[..., Reader]) -> None:
+    first, second = start(), start()
     answers = set()
     for number in range(20):
         folder = fresh(corpus, tmp_path / str(number))
-        tell(first, folder)
-        tell(second, folder)
-        answers |= {answer(first), answer(second)}
-    end(first, second)
-    assert len(answers) == 1 and answers != {""}
+        first.tell(folder)
+        second.tell(folder)
+        answers |= {first.answer(), second.answer()}
+    assert len(answers) == 1
 
 
-STOPS_WHILE_UNPACKING = """
-    import sys
-    from pathlib import Path
-    import streaming
-    from loopscale.corpus.packing import PackedCorpus
-
-    def prepare(self, shard):  # the lock is held, and half a shard is on disk
-        Path(self.local, self.split, shard.raw_data.basename + ".tmp").write_bytes(b"half")
-        print("unpacking", flush=True)
-        sys.stdin.read()
-
-    streaming.Stream.prepare_shard = prepare
-    print("loaded", flush=True)
-    PackedCorpus(sys.stdin.readline().strip(), "train", 16)[0]
-"""
-
-
-def test_a_killed_reader_leaves_nothing_that_hinders_the_next(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_killed_reader_leaves_nothing_that_hinders_the_next(
+    corpus: Corpus, tmp_path: Path, start: Callable[..., Reader]
+) -> None:
     folder = fresh(corpus, tmp_path / "corpus")
-    killed, second = reader(STOPS_WHILE_UNPACKING), reader()
-    tell(killed, folder)
-    assert answer(killed) == "unpacking\n"
-    tell(second, folder)  # waits for the lock
-    killed.send_signal(signal.SIGKILL)
-    wanted = answer(second)
-    third = reader()
-    tell(third, folder)
-    assert answer(third) == wanted != ""
-    end(killed, second, third)
+    killed, second = start(stop_while_unpacking), start()
+    killed.tell(folder)
+    assert killed.answer() == "unpacking"
+    second.tell(folder)  # waits for the lock
+    killed.end()
+    wanted = second.answer()
+    third = start()
+    third.tell(folder)
+    assert third.answer() == wanted
 
 
-STREAMS = """
-    import sys
-    from streaming import StreamingDataset
-    dataset = StreamingDataset(local=sys.argv[1], split="train", batch_size=1)
-    print("loaded", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_shared_memory_is_neither_made_nor_touched(corpus: Corpus, tmp_path: Path) -> None:
+def test_shared_memory_is_neither_made_nor_touched(corpus: Corpus, tmp_path: Path, start: Callable[..., Reader]) -> None:
     """A StreamingDataset elsewhere on the machine keeps its segments, and one that was killed is no hindrance."""
     folder = fresh(corpus, tmp_path / "corpus")
-    neighbour = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STREAMS), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert answer(neighbour) == "loaded\n"
+    neighbour, ours, again = start(stream), start(), start()
+    neighbour.tell(folder)
+    assert neighbour.answer() > 0
     before = segments()
-    ours = reader()
-    tell(ours, folder)
-    assert answer(ours) != ""
+    ours.tell(folder)
+    assert ours.answer() > 0
     assert before and segments() == before
-    end(neighbour)
-    again = reader()
-    tell(again, folder)
-    assert answer(again) != ""
-    end(ours, again)
+    neighbour.end()
+    again.tell(folder)
+    assert again.answer() > 0
 
 
 def segments() -> set[str]:

@@ -32,14 +32,13 @@ def lost(rank: int, step: int, how: str) -> dict[str, str]:
 class Job:
     """``commands``: one for each rank. What a rank prints goes to a file in ``folder``; with the block its processes end.
 
-    ``metrics`` is the file to which the run writes its steps. A single process is told of no others.
+    A single process is told of no others.
     """
 
     def __init__(
         self,
         folder: Path,
         name: str,
-        metrics: Path,
         commands: Sequence[Sequence[str]],
         *,
         address: str = "127.0.0.1",
@@ -47,7 +46,7 @@ class Job:
         environment: Mapping[str, str] = NOTHING,
         start: Callable[[Sequence[str], Path, Mapping[str, str]], Started] = launch,
     ):
-        size, self._metrics = len(commands), metrics
+        size, self._metrics = len(commands), folder / "runs" / name / "metrics.jsonl"
         self._printed = [folder / f"{name}-rank-{rank}.txt" for rank in range(size)]
         self._reserved = reserved_port()
         port = port or self._reserved.getsockname()[1]
