@@ -302,6 +302,9 @@ class TrainConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads per rank; unset: the machine's cores divided by the ranks on it."""
 
+    stuck_after: NonNegativeInt | None = None
+    """Seconds without a new step, of several ranks, after which rank 0 says who waits for whom, on the terminal and in the
+    run's stuck.txt; a save or a validation counts by itself. Unset: half of `parallel.timeout`; 0: never."""
 
 class ValidationConfig(Section):
     every: NonNegativeInt = 100

@@ -28,6 +28,7 @@ from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring
 from loopscale.objective.supervision import GATED
+from loopscale.parallel import crash
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
@@ -79,7 +80,7 @@ def train(
                     "a process that reads the corpus was killed, perhaps for want of memory; start again with --resume auto, "
                     f"and with fewer corpus.workers than {loaded.config.corpus.workers} if it happens again"
                 )
-                mesh.watch.stopped(lost)
+                mesh.watch.stopped(lost.with_traceback(error.__traceback__))
                 raise lost from None
             if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
                 sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
@@ -109,6 +110,8 @@ class Run:
         self.folder = place.folder
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
         self.matmul_rate: float | None = None
+        stuck_after = config.train.stuck_after
+        mesh.watch.attend(self.folder, config.parallel.timeout / 2 if stuck_after is None else stuck_after)
         with self._explaining():
             notes += self._build(place, init)
         self.setting = Setting(
@@ -126,7 +129,9 @@ class Run:
 
     def go(self, stop: StopRequest, profile: bool) -> Outcome:
         with self._explaining(in_step=False):
-            return self._go(stop, profile)
+            outcome = self._go(stop, profile)
+        self.mesh.watch.begin("the end", outcome.step)
+        return outcome
 
     def _go(self, stop: StopRequest, profile: bool) -> Outcome:
         config, progress = self.config, self.progress
@@ -195,6 +200,7 @@ class Run:
             for step in range(self.progress.step, self.config.train.steps):
                 self.mesh.watch.doing = f"reading the data of step {step + 1}"
                 yield meshes.on_reader(self.mesh, lambda: next(reader))
+                self.mesh.watch.begin(f"step {step + 1}", step + 1)
 
     def _count(self, result: StepResult, batch: StepBatch) -> None:
         """Advances the counters; a skipped step reads its samples too, and enough in a row end the run."""
@@ -229,6 +235,7 @@ class Run:
         rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
         self.mesh.watch.doing = "validating"
         read = meshes.on_reader(self.mesh, lambda: [collate([self.held_out[i] for i in r], r) for r in rows])
+        self.mesh.watch.begin(f"the validation after step {self.progress.step}", self.progress.step)
         final = config.depth.evaluation_depth
         inputs = [Inputs.of(m, self.mesh.device, final_visit=final, purpose="evaluation") for m in read]
         losses, _ = loss_by_depth(self.stage, self.ring, self.mesh, inputs, validation_depths(config), sum_over_ranks)
@@ -282,6 +289,7 @@ class Run:
             tensors = snapshot.tensors(self.stage, self.optimizer)
             saved = store.save(path, self.progress.step, tensors, self._state(), self._companions())
         except CheckpointError as error:
+        self.mesh.watch.begin(f"saving step {self.progress.step}", self.progress.step)
             if must:
                 raise
             self.telemetry.event(
@@ -376,6 +384,7 @@ class Run:
         """Writes what the run is, opens the sinks and prints the head of the log."""
         resumed = self.progress.step
         aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
+        crash.set_aside(folder)
         folders.describe(self.folder, self.config, loaded.origins, facts(self.setting, self.matmul_rate))
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
         for line in banner(self.setting):

@@ -94,9 +94,9 @@ class TrainStep:
         mesh.watch.doing = f"adding up the tokens of step {step + 1}"
         draws = draws_at(config, self.batch, self.law, step)
         depths = [max(own) for own in draws]
-        scored = sum_over_replicas(
-            torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
-        )
+        scored = torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
+        with mesh.waits.waiting():
+            scored = sum_over_replicas(scored)
         tasks = self._tasks(step, data, draws, depths, float(scored.sum()))
         work = tuple(t.work for t in tasks)
         plan = self._plans.get(work)
@@ -113,7 +113,9 @@ class TrainStep:
             last_exit[i // self.batch.microbatches_per_group] += outcome.losses[task.depth].double().sum().cpu()
             terms += torch.stack([outcome.terms[name].double().cpu() for name in self.term_names]) / mesh.data_size
         bad = not torch.isfinite(terms).all() or not self._gradients_finite()
-        sums = sum_over_ranks(torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64))))
+        sums = torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64)))
+        with mesh.waits.waiting():
+            sums = sum_over_ranks(sums)
         last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
 
         told = tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True))
