@@ -281,6 +281,9 @@ class ParallelConfig(Section):
     """Keep optimizer state in CPU memory, and update there (needs `parallel.zero: 1`)."""
     timeout: PositiveInt = 600
     """Seconds after which a silent rank ends the run."""
+    check_replicas: NonNegativeInt = 100
+    """Steps between checks that all replicas hold the same weights, to the bit; 0: never. (Each must compute on the same
+    kind of machine: under ZeRO 0 every replica updates all weights by itself.)"""
 
 
 class TrainConfig(Section):

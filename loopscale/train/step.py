@@ -26,6 +26,7 @@ from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Operation, Plan, Work
 from loopscale.parallel.watch import Watch
 from loopscale.parallel.zero import ZeroOptimizer
+from loopscale.train.replicas import check_replicas
 from loopscale.train.schedule import share_of_peak
 
 KEPT_PLANS = 64
@@ -139,13 +140,18 @@ class TrainStep:
 
     def _compare(self, step: int, plan: Plan) -> None:
         """Ranks of a ring that followed different plans would wait for ever; replicas with different laws would train on
-        other depths than they say, in silence. So plans are compared before the first step, and laws every so often."""
-        if not self._plan_compared and self.mesh.stages * self.mesh.tensor_size > 1:
+        other depths than they say, in silence. So plans are compared before the first step, and laws and weights then and
+        every so often."""
+        first = not self._plan_compared
+        if first and self.mesh.stages * self.mesh.tensor_size > 1:
             _same_on_all_ranks("the step's plan", plan.digest(), ": configuration or code differs")
         self._plan_compared = True
         every = self.config.depth.check_every
         if self.mesh.world > 1 and every and step % every == 0:
             _same_on_all_ranks("the law of the depths", self.law.digest(), "; go on from the last checkpoint")
+        every = self.config.parallel.check_replicas
+        if every and (first or step % every == 0):
+            check_replicas(self.stage, self.mesh)
 
     def _tasks(
         self, step: int, data: StepBatch, draws: Sequence[Sequence[int]], depths: Sequence[int], scored: float
