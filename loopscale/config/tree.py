@@ -302,12 +302,12 @@ class TrainConfig(Section):
     """Tokens whose logits exist at once."""
     bad_steps: PositiveInt = 5
     """Non-finite steps in a row, each skipped, after which the run stops."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads per rank; unset: the machine's cores divided by the ranks on it."""
-
     stuck_after: NonNegativeInt | None = None
     """Seconds without a new step, of several ranks, after which rank 0 says who waits for whom, on the terminal and in the
     run's stuck.txt; a save or a validation counts by itself. Unset: half of `parallel.timeout`; 0: never."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads per rank; unset: the machine's cores divided by the ranks on it."""
+
 
 class ValidationConfig(Section):
     every: NonNegativeInt = 100

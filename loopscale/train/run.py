@@ -32,6 +32,7 @@ from loopscale.parallel import crash
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
+from loopscale.parallel.waits import Waits
 from loopscale.parallel.zero import load_deepspeed
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
@@ -42,6 +43,7 @@ from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
 from loopscale.train.step import StepResult, TrainStep
+from loopscale.train.stragglers import Stragglers
 from loopscale.train.telemetry import Telemetry, new_run_id
 
 
@@ -104,14 +106,16 @@ class Run:
         self.counts = count(config.model, config.corpus.sequence_length)
         choose_kernels(config, mesh.device, compute_type(config, mesh.device))  # refused before a folder is made
         self.ring = Ring.of(config, self.counts)
-        self.stages = meshes.gather_objects(mesh.stage)
+        told = meshes.gather_objects((mesh.stage, mesh.watch.role))
+        self.stages = [stage for stage, _ in told]
+        self.stragglers = Stragglers(self.stages, [role for _, role in told])
         check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
         place = meshes.on_main(lambda: self._claimed(stem, resume))
         self.folder = place.folder
-        self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
-        self.matmul_rate: float | None = None
         stuck_after = config.train.stuck_after
         mesh.watch.attend(self.folder, config.parallel.timeout / 2 if stuck_after is None else stuck_after)
+        self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
+        self.matmul_rate: float | None = None
         with self._explaining():
             notes += self._build(place, init)
         self.setting = Setting(
@@ -136,7 +140,7 @@ class Run:
     def _go(self, stop: StopRequest, profile: bool) -> Outcome:
         config, progress = self.config, self.progress
         validation: dict[int, float] = {}
-        window = _Window()
+        window = _Window(self.mesh.waits)
         self.memory.begin()
         with contextlib.closing(self._data()) as data, profiler(self.folder, profile and self.mesh.is_main) as profiled:
             for batch in data:
@@ -156,7 +160,7 @@ class Run:
                         self._measure_matmul_rate()
                 if meter is not None:
                     self._log(result, meter, window, validation if validated else {})
-                    window = _Window()
+                    window = _Window(self.mesh.waits)
                     self.memory.begin()
                 self.telemetry.advance(progress.step)
                 stopping = result.stop_ranks > 0 and not last
@@ -198,9 +202,9 @@ class Run:
                 )  # fmt: skip
                 stack.enter_context(contextlib.closing(reader))
             for step in range(self.progress.step, self.config.train.steps):
+                self.mesh.watch.begin(f"step {step + 1}", step + 1)
                 self.mesh.watch.doing = f"reading the data of step {step + 1}"
                 yield meshes.on_reader(self.mesh, lambda: next(reader))
-                self.mesh.watch.begin(f"step {step + 1}", step + 1)
 
     def _count(self, result: StepResult, batch: StepBatch) -> None:
         """Advances the counters; a skipped step reads its samples too, and enough in a row end the run."""
@@ -233,9 +237,9 @@ class Run:
         wanted = min(config.validation.sequences, len(self.held_out))
         own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
         rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
+        self.mesh.watch.begin(f"the validation after step {self.progress.step}", self.progress.step)
         self.mesh.watch.doing = "validating"
         read = meshes.on_reader(self.mesh, lambda: [collate([self.held_out[i] for i in r], r) for r in rows])
-        self.mesh.watch.begin(f"the validation after step {self.progress.step}", self.progress.step)
         final = config.depth.evaluation_depth
         inputs = [Inputs.of(m, self.mesh.device, final_visit=final, purpose="evaluation") for m in read]
         losses, _ = loss_by_depth(self.stage, self.ring, self.mesh, inputs, validation_depths(config), sum_over_ranks)
@@ -243,9 +247,10 @@ class Run:
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
         norms = meter.result(sum_over_ranks)
-        ranks = meshes.gather_objects(memory.by_kind(self._held(), self.memory.read()))
-        self.heaviest.see(ranks)
         rate, seconds = self.matmul_rate, window.seconds
+        told = meshes.gather_objects((memory.by_kind(self._held(), self.memory.read()), window.busy))
+        ranks, busy = [held for held, _ in told], [own for _, own in told]
+        self.heaviest.see(ranks)
         self.telemetry.log(
             {
                 "step": self.progress.step,
@@ -264,10 +269,13 @@ class Run:
                 "state_norm_p99": norms.p99,
                 "state_change": norms.change,
                 "skipped": self.progress.skipped,
+                "busy": busy,
                 "memory": {kind: [held[kind] for held in ranks] for kind in memory.KINDS},
                 **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
             }
         )
+        if slow := self.stragglers.see(busy, window.steps):
+            self.telemetry.event("warning", self.progress.step, slow)
 
     def _measure_matmul_rate(self) -> None:
         """Keeps the best rate seen: another process may have had the machine while one of them was measured."""
@@ -283,13 +291,13 @@ class Run:
     def _save(self, must: bool) -> None:
         """Commits a checkpoint; one that fails is told and tried again at the next interval, unless it ``must`` be."""
         config, before = self.config.checkpoint, time.monotonic()
+        self.mesh.watch.begin(f"saving step {self.progress.step}", self.progress.step)
         self.mesh.watch.doing = f"saving step {self.progress.step}"
         path = self.folder / "checkpoints"
         try:
             tensors = snapshot.tensors(self.stage, self.optimizer)
             saved = store.save(path, self.progress.step, tensors, self._state(), self._companions())
         except CheckpointError as error:
-        self.mesh.watch.begin(f"saving step {self.progress.step}", self.progress.step)
             if must:
                 raise
             self.telemetry.event(
@@ -378,13 +386,13 @@ class Run:
         """The place of the run, its folder taken for this process before its past is looked at."""
         folder = folders.choose(self.config, stem, resume)
         self._lock.enter_context(folders.claim(folder))
+        crash.set_aside(folder)
         return folders.past(folder, self.config, resume)
 
     def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""
         resumed = self.progress.step
         aside = folders.set_aside_later(self.folder / "checkpoints", resumed)
-        crash.set_aside(folder)
         folders.describe(self.folder, self.config, loaded.origins, facts(self.setting, self.matmul_rate))
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
         for line in banner(self.setting):
@@ -412,26 +420,41 @@ class Run:
 
 
 class _Window:
-    """Tokens, operations and seconds since the last logged step; reading data counts, validation and saving do not."""
+    """Steps, tokens, operations and seconds since the last logged step; reading data counts, validation and saving do not."""
 
-    def __init__(self) -> None:
-        self.tokens, self.flops, self._began, self._aside = 0, 0.0, time.monotonic(), 0.0
+    def __init__(self, waits: Waits):
+        self.steps, self.tokens, self.flops, self._waits = 0, 0, 0.0, waits
+        self._began, self._waited = self._clocks()
 
     @property
     def seconds(self) -> float:
-        return max(time.monotonic() - self._began - self._aside, 1e-9)
+        return max(self._clocks()[0] - self._began, 1e-9)
+
+    @property
+    def busy(self) -> float:
+        """Seconds a step in which this rank did not wait for others."""
+        now, waited = self._clocks()
+        return max(now - self._began - (waited - self._waited), 0.0) / max(self.steps, 1)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Time that is not counted."""
-        before = time.monotonic()
+        before = self._clocks()
         yield
-        self._aside += time.monotonic() - before
+        after = self._clocks()
+        self._began += after[0] - before[0]
+        self._waited += after[1] - before[1]
 
     def add(self, result: StepResult, flops_per_token: float) -> None:
+        self._waits.seconds()  # a GPU's marks of a step's waits are let go
         tokens = sum(g.tokens for g in result.groups)
+        self.steps += 1
         self.tokens += tokens
         self.flops += tokens * flops_per_token
+
+    def _clocks(self) -> tuple[float, float]:
+        """Seconds, and those of waits among them."""
+        return time.monotonic(), self._waits.seconds()
 
 
 def validation_depths(config: Config) -> tuple[int, ...]:
