@@ -273,6 +273,13 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     if "://" in config.corpus.path and config.corpus.cache is None:
         yield Problem("corpus.cache", f"must name a local folder, since corpus.path {config.corpus.path} is a URL")
+    stuck_after, timeout = config.train.stuck_after, config.parallel.timeout
+    if stuck_after is not None and stuck_after >= timeout:
+        yield Problem(
+            "train.stuck_after",
+            f"is {stuck_after}, but after parallel.timeout {timeout} seconds without an answer the run has ended; use half of "
+            f"that, or a longer timeout",
+        )
     optimizer = config.optimizer
     if optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay_share > 1:
         yield Problem(

@@ -281,6 +281,9 @@ class ParallelConfig(Section):
     """Keep optimizer state in CPU memory, and update there (needs `parallel.zero: 1`)."""
     timeout: PositiveInt = 600
     """Seconds after which a silent rank ends the run."""
+    check_replicas: NonNegativeInt = 100
+    """Steps between checks that all replicas hold the same weights, to the bit; 0: never. (Each must compute on the same
+    kind of machine: under ZeRO 0 every replica updates all weights by itself.)"""
 
 
 class TrainConfig(Section):
@@ -299,6 +302,9 @@ class TrainConfig(Section):
     """Tokens whose logits exist at once."""
     bad_steps: PositiveInt = 5
     """Non-finite steps in a row, each skipped, after which the run stops."""
+    stuck_after: NonNegativeInt | None = None
+    """Seconds without a new step, of several ranks, after which rank 0 says who waits for whom, on the terminal and in the
+    run's stuck.txt; a save or a validation counts by itself. Unset: half of `parallel.timeout`; 0: never."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads per rank; unset: the machine's cores divided by the ranks on it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from loopscale.config.tree import ParallelConfig, Section
 from loopscale.environment.megatron import run_on_cpu
 from loopscale.errors import ClusterError, ConfigError, LoopscaleError, Problem, UsageError, describe_fault
 from loopscale.parallel.ring.links import Links
+from loopscale.parallel.waits import Waits
 from loopscale.parallel.watch import Watch
 
 Result = TypeVar("Result")
@@ -71,6 +73,7 @@ class Mesh:
     sequence_parallel: bool
     links: Links
     watch: Watch
+    waits: Waits
 
     @property
     def is_main(self) -> bool:
@@ -149,7 +152,8 @@ def _start(parallel: ParallelConfig, rank: int, world: int, local_rank: int, loc
     ring = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     stage, tensor_rank = ring.index(rank), parallel_state.get_tensor_model_parallel_rank()
     role = f"stage {stage}" + (f", tensor rank {tensor_rank}" if parallel.tensor > 1 else "")
-    watch = Watch(store, rank, world, role)
+    waits = Waits(device)
+    watch = Watch(store, rank, world, role, waits)
     return Mesh(
         rank=rank,
         world=world,
@@ -163,8 +167,9 @@ def _start(parallel: ParallelConfig, rank: int, world: int, local_rank: int, loc
         tensor_rank=tensor_rank,
         tensor_size=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-        links=Links(ring, rank, device, timeout, watch),
+        links=Links(ring, rank, device, timeout, waits),
         watch=watch,
+        waits=waits,
     )
 
 
@@ -211,18 +216,21 @@ def on_main(action: Callable[[], Result], group: dist.ProcessGroup | None = None
 
     A fault of the file system is raised as :class:`UsageError` with the path and the reason.
     """
-    return _on_first(action, group or dist.group.WORLD)
+    return _on_first(action, group or dist.group.WORLD, nullcontext)
 
 
 def on_reader(mesh: Mesh, action: Callable[[], Result]) -> Result:
     """As :func:`on_main`, but on the reading rank of each replica, for the ranks of the replica."""
     from megatron.core import parallel_state
 
-    return _on_first(action, parallel_state.get_model_parallel_group() if mesh.stages * mesh.tensor_size > 1 else None)
+    group = parallel_state.get_model_parallel_group() if mesh.stages * mesh.tensor_size > 1 else None
+    return _on_first(action, group, mesh.waits.waiting)
 
 
-def _on_first(action: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Runs ``action`` on the lowest rank of ``group``; None: on this rank alone."""
+def _on_first(
+    action: Callable[[], Result], group: dist.ProcessGroup | None, waiting: Callable[[], AbstractContextManager[None]]
+) -> Result:
+    """Runs ``action`` on the lowest rank of ``group``; None: on this rank alone. ``waiting`` times the wait for the answer."""
     first = True if group is None else dist.get_rank(group) == 0
     answer: list[Any] = [None, None]
     if first:
@@ -233,7 +241,8 @@ def _on_first(action: Callable[[], Result], group: dist.ProcessGroup | None) -> 
         except OSError as error:
             answer[1] = UsageError(describe_fault(error))
     if group is not None and dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(answer, group=group, group_src=0, device=torch.device("cpu"))
+        with waiting():
+            dist.broadcast_object_list(answer, group=group, group_src=0, device=torch.device("cpu"))
     if answer[1] is not None:
         raise answer[1]
     return answer[0]

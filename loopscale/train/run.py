@@ -30,9 +30,11 @@ from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring
 from loopscale.objective.supervision import GATED
+from loopscale.parallel import crash
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
+from loopscale.parallel.waits import Waits
 from loopscale.parallel.zero import load_deepspeed
 from loopscale.train import folder as folders
 from loopscale.train import snapshot
@@ -43,6 +45,7 @@ from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
 from loopscale.train.step import StepResult, TrainStep
+from loopscale.train.stragglers import Stragglers
 from loopscale.train.telemetry import Telemetry, new_run_id
 
 
@@ -81,7 +84,7 @@ def train(
                     "a process that reads the corpus was killed, perhaps for want of memory; start again with --resume auto, "
                     f"and with fewer corpus.workers than {loaded.config.corpus.workers} if it happens again"
                 )
-                mesh.watch.stopped(lost)
+                mesh.watch.stopped(lost.with_traceback(error.__traceback__))
                 raise lost from None
             if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
                 sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
@@ -105,9 +108,13 @@ class Run:
         self.counts = count(config.model, config.corpus.sequence_length)
         choose_kernels(config, mesh.device, compute_type(config, mesh.device))  # refused before a folder is made
         self.ring = Ring.of(config, self.counts)
-        self.stages = meshes.gather_objects(mesh.stage)
+        told = meshes.gather_objects((mesh.stage, mesh.watch.role))
+        self.stages = [stage for stage, _ in told]
+        self.stragglers = Stragglers(self.stages, [role for _, role in told])
         check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
         self.folder = meshes.on_main(lambda: self._claimed(stem, resume))
+        stuck_after = config.train.stuck_after
+        mesh.watch.attend(self.folder, config.parallel.timeout / 2 if stuck_after is None else stuck_after)
         place = folders.past(self.folder, config, resume)
         self.storage = storage_of(self.folder, config.checkpoint.folder)
         self.saver = Saver(self.storage, config.checkpoint, config.parallel.timeout)
@@ -131,12 +138,14 @@ class Run:
 
     def go(self, stop: StopRequest, profile: bool) -> Outcome:
         with self._explaining(in_step=False):
-            return self._go(stop, profile)
+            outcome = self._go(stop, profile)
+        self.mesh.watch.begin("the end", outcome.step)
+        return outcome
 
     def _go(self, stop: StopRequest, profile: bool) -> Outcome:
         config, progress = self.config, self.progress
         validation: dict[int, float] = {}
-        window = _Window()
+        window = _Window(self.mesh.waits)
         self.memory.begin()
         with contextlib.closing(self._data()) as data, profiler(self.folder, profile and self.mesh.is_main) as profiled:
             for batch in data:
@@ -156,7 +165,7 @@ class Run:
                         self._measure_matmul_rate()
                 if meter is not None:
                     self._log(result, meter, window, validation if validated else {})
-                    window = _Window()
+                    window = _Window(self.mesh.waits)
                     self.memory.begin()
                 self.telemetry.advance(progress.step)
                 stopping = result.stop_ranks > 0 and not last
@@ -199,6 +208,7 @@ class Run:
                 )  # fmt: skip
                 stack.enter_context(contextlib.closing(reader))
             for step in range(self.progress.step, self.config.train.steps):
+                self.mesh.watch.begin(f"step {step + 1}", step + 1)
                 self.mesh.watch.doing = f"reading the data of step {step + 1}"
                 yield meshes.on_reader(self.mesh, lambda: next(reader))
 
@@ -233,6 +243,7 @@ class Run:
         wanted = min(config.validation.sequences, len(self.held_out))
         own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
         rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
+        self.mesh.watch.begin(f"the validation after step {self.progress.step}", self.progress.step)
         self.mesh.watch.doing = "validating"
         read = meshes.on_reader(self.mesh, lambda: [collate([self.held_out[i] for i in r], r) for r in rows])
         final = config.depth.evaluation_depth
@@ -242,9 +253,10 @@ class Run:
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
         norms = meter.result(sum_over_ranks)
-        ranks = meshes.gather_objects(memory.by_kind(self._held(), self.memory.read()))
-        self.heaviest.see(ranks)
         rate, seconds = self.matmul_rate, window.seconds
+        told = meshes.gather_objects((memory.by_kind(self._held(), self.memory.read()), window.busy))
+        ranks, busy = [held for held, _ in told], [own for _, own in told]
+        self.heaviest.see(ranks)
         self.telemetry.log(
             {
                 "step": self.progress.step,
@@ -263,10 +275,13 @@ class Run:
                 "state_norm_p99": norms.p99,
                 "state_change": norms.change,
                 "skipped": self.progress.skipped,
+                "busy": busy,
                 "memory": {kind: [held[kind] for held in ranks] for kind in memory.KINDS},
                 **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
             }
         )
+        if slow := self.stragglers.see(busy, window.steps):
+            self.telemetry.event("warning", self.progress.step, slow)
 
     def _measure_matmul_rate(self) -> None:
         """Keeps the best rate seen: another process may have had the machine while one of them was measured."""
@@ -282,7 +297,7 @@ class Run:
     def _save(self, validation: dict[int, float], must: bool) -> None:
         """Commits a checkpoint, or lets one be committed; one that fails is told and tried again, unless it ``must`` be."""
         progress = self.progress
-        self.mesh.watch.doing = f"saving step {progress.step}"
+        self.mesh.watch.begin(f"saving step {progress.step}", progress.step)
         self._hear_of_save(wait=True)
         score = validation.get(self.config.depth.evaluation_depth)
         own = snapshot.own(self.stage, self.optimizer, self.mesh)
@@ -401,6 +416,7 @@ class Run:
         """The folder of the run, taken for this process."""
         folder = folders.choose(self.config, stem, resume)
         self._lock.enter_context(folders.claim(folder))
+        crash.set_aside(folder)
         return folder
 
     def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: str | Path | None, notes: list[str]) -> None:
@@ -434,26 +450,41 @@ class Run:
 
 
 class _Window:
-    """Tokens, operations and seconds since the last logged step; reading data counts, validation and saving do not."""
+    """Steps, tokens, operations and seconds since the last logged step; reading data counts, validation and saving do not."""
 
-    def __init__(self) -> None:
-        self.tokens, self.flops, self._began, self._aside = 0, 0.0, time.monotonic(), 0.0
+    def __init__(self, waits: Waits):
+        self.steps, self.tokens, self.flops, self._waits = 0, 0, 0.0, waits
+        self._began, self._waited = self._clocks()
 
     @property
     def seconds(self) -> float:
-        return max(time.monotonic() - self._began - self._aside, 1e-9)
+        return max(self._clocks()[0] - self._began, 1e-9)
+
+    @property
+    def busy(self) -> float:
+        """Seconds a step in which this rank did not wait for others."""
+        now, waited = self._clocks()
+        return max(now - self._began - (waited - self._waited), 0.0) / max(self.steps, 1)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Time that is not counted."""
-        before = time.monotonic()
+        before = self._clocks()
         yield
-        self._aside += time.monotonic() - before
+        after = self._clocks()
+        self._began += after[0] - before[0]
+        self._waited += after[1] - before[1]
 
     def add(self, result: StepResult, flops_per_token: float) -> None:
+        self._waits.seconds()  # a GPU's marks of a step's waits are let go
         tokens = sum(g.tokens for g in result.groups)
+        self.steps += 1
         self.tokens += tokens
         self.flops += tokens * flops_per_token
+
+    def _clocks(self) -> tuple[float, float]:
+        """Seconds, and those of waits among them."""
+        return time.monotonic(), self._waits.seconds()
 
 
 def validation_depths(config: Config) -> tuple[int, ...]:

@@ -174,13 +174,15 @@ class TensorBoard(Sink):
 
 def scalars(record: Record) -> dict[str, float]:
     """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth,
-    memory by kind on the rank that has most of it."""
+    memory by kind on the rank that has most of it, busy by the ranks that have least and most."""
     flat: dict[str, float | None] = {}
     for key, value in record.items():
         if key == "step" or value in (None, [], {}):
             continue
         if key == "depths":
             flat["depth"] = sum(value) / len(value)
+        elif key == "busy":
+            flat |= {"busy/least": min(value), "busy/most": max(value)}
         elif key == "memory":
             flat |= {f"memory/{kind}": max(ranks) for kind, ranks in value.items()}
         elif isinstance(value, Mapping):

@@ -26,6 +26,7 @@ from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Operation, Plan, Work
 from loopscale.parallel.watch import Watch
 from loopscale.parallel.zero import ZeroOptimizer
+from loopscale.train.replicas import check_replicas
 from loopscale.train.schedule import share_of_peak
 
 KEPT_PLANS = 64
@@ -94,9 +95,9 @@ class TrainStep:
         mesh.watch.doing = f"adding up the tokens of step {step + 1}"
         draws = draws_at(config, self.batch, self.law, step)
         depths = [max(own) for own in draws]
-        scored = sum_over_replicas(
-            torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
-        )
+        scored = torch.tensor([sum(int((m.targets >= 0).sum()) for m in g) for g in data.groups], dtype=torch.float64)
+        with mesh.waits.waiting():
+            scored = sum_over_replicas(scored)
         tasks = self._tasks(step, data, draws, depths, float(scored.sum()))
         work = tuple(t.work for t in tasks)
         plan = self._plans.get(work)
@@ -113,7 +114,9 @@ class TrainStep:
             last_exit[i // self.batch.microbatches_per_group] += outcome.losses[task.depth].double().sum().cpu()
             terms += torch.stack([outcome.terms[name].double().cpu() for name in self.term_names]) / mesh.data_size
         bad = not torch.isfinite(terms).all() or not self._gradients_finite()
-        sums = sum_over_ranks(torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64))))
+        sums = torch.cat((last_exit, terms, torch.tensor([bad, stop], dtype=torch.float64)))
+        with mesh.waits.waiting():
+            sums = sum_over_ranks(sums)
         last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
 
         told = tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True))
@@ -137,13 +140,18 @@ class TrainStep:
 
     def _compare(self, step: int, plan: Plan) -> None:
         """Ranks of a ring that followed different plans would wait for ever; replicas with different laws would train on
-        other depths than they say, in silence. So plans are compared before the first step, and laws every so often."""
-        if not self._plan_compared and self.mesh.stages * self.mesh.tensor_size > 1:
+        other depths than they say, in silence. So plans are compared before the first step, and laws and weights then and
+        every so often."""
+        first = not self._plan_compared
+        if first and self.mesh.stages * self.mesh.tensor_size > 1:
             _same_on_all_ranks("the step's plan", plan.digest(), ": configuration or code differs")
         self._plan_compared = True
         every = self.config.depth.check_every
         if self.mesh.world > 1 and every and step % every == 0:
             _same_on_all_ranks("the law of the depths", self.law.digest(), "; go on from the last checkpoint")
+        every = self.config.parallel.check_replicas
+        if every and (first or step % every == 0):
+            check_replicas(self.stage, self.mesh)
 
     def _tasks(
         self, step: int, data: StepBatch, draws: Sequence[Sequence[int]], depths: Sequence[int], scored: float

@@ -10,6 +10,8 @@ dict per logged step; its keys (those left out are simply not shown):
     depths                     the depth drawn by each group
     state_norm, state_norm_p99, state_change    one number per loop; norms are L2 over the width
     validation                 {depth: held-out loss}, where a validation was due
+    busy                       seconds a step that each rank did not wait for others, on average since the last record; what
+                               ranks exchange inside layers and in the optimizer's step counts as work of all of them
     memory                     {kind: bytes of each rank}; the kinds are those of `diagnostics.memory`
 """
 

@@ -52,6 +52,7 @@ WRONG = {
     "nothing to offload": ("train: {recompute: visit, offload_activations: true}", "train.offload_activations", "has nothing to take away while train.recompute visit"),
     "unknown recomputation": ("train: {recompute: block}", "train.recompute", "none, visit, layer"),
     "a remote corpus without cache": ("corpus: {path: 's3://bucket/corpus'}", "corpus.cache", "must name a local folder"),
+    "a warning after the end": ("train: {stuck_after: 600}", "train.stuck_after", "is 600, but after parallel.timeout 600 seconds without an answer"),
     "a schedule longer than the run": ("optimizer: {warmup: 0.6, decay_share: 0.6}", "optimizer.decay_share", "together exceed the whole run"),
     "a mean beyond the cap": ("depth: {mean: 80}", "depth.mean", "is 80, above depth.cap 64"),
 }  # fmt: skip

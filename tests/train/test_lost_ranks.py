@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 
@@ -21,6 +22,7 @@ STEP = 5
 HOST = re.escape(socket.gethostname())
 LAST_HEARD = rf"when last heard, \d+ s ago, it was running visit 1 of microbatch 1 of step {STEP}"
 NOTICED = rf"rank \d \(stage \d(?:, tensor rank \d)?, {HOST}\) noticed while [a-z]+ .+ of step {STEP}"
+SEE = r"see \S+/lost/crash\.json"
 GO_ON = "start again with --resume auto"
 SETTINGS = [f"parallel.timeout={TIMEOUT}", "checkpoint.every=3", "train.steps=7"]
 
@@ -28,12 +30,12 @@ SETTINGS = [f"parallel.timeout={TIMEOUT}", "checkpoint.every=3", "train.steps=7"
 def is_gone(rank: int, role: str) -> str:
     """The one sentence, as a pattern."""
     who = rf"error: rank {rank} \({role}, {HOST}\) is gone, or has not answered for {TIMEOUT} s"
-    return f"{who}; {LAST_HEARD}; {NOTICED}; {GO_ON}"
+    return f"{who}; {LAST_HEARD}; {NOTICED}; {SEE}; {GO_ON}"
 
 
 STORELESS = (
     rf"error: rank 0 \(stage 0\) is gone, or has not answered for {TIMEOUT} s; "
-    f"the ranks' store, on the host of rank 0, does not answer either; {NOTICED}; {GO_ON}"
+    f"the ranks' store, on the host of rank 0, does not answer either; {NOTICED}; {SEE}; {GO_ON}"
 )
 
 
@@ -43,7 +45,7 @@ STORELESS = (
         ("pipeline=3", 3, "kill", 2, is_gone(2, "stage 2")),
         ("zero=1", 2, "kill", 0, STORELESS),
         ("pipeline=2", 2, "stop", 1, is_gone(1, "stage 1")),
-        ("pipeline=2", 2, "raise", 0, f"error: rank 0 stopped: shard 3 is damaged; {GO_ON}"),
+        ("pipeline=2", 2, "raise", 0, f"error: rank 0 stopped: shard 3 is damaged; {SEE}; {GO_ON}"),
     ],
     ids=["pp3-killed", "dp2-killed-with-the-store", "pp2-silent", "pp2-raises"],
 )
@@ -57,8 +59,16 @@ def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, 
             assert job.ranks[r].returncode == 1
             assert re.fullmatch(sentence, job.last_line(r).removeprefix(f"rank {r}: "))
             assert "Traceback" not in job.printed(r)
-        assert len({job.last_line(r).removeprefix(f"rank {r}: ") for r in others}) == 1
+        (said,) = {job.last_line(r).removeprefix(f"rank {r}: ") for r in others}
     assert [r["step"] for r in runs.records("lost")] == list(range(1, STEP))
+    file = runs.path("lost") / "crash.json"
+    left = json.loads(file.read_text())
+    assert said == f"error: {left['sentence']}; see {file}; {GO_ON}"
+    assert left["step"] == STEP and (left["rank"] == rank) == (how == "raise")
+    if how == "raise":
+        assert left["doing"] == f"running visit 1 of microbatch 1 of step {STEP}"
+        assert left["traceback"][-1] == "loopscale.errors.DataError: shard 3 is damaged"
+        assert any(re.search(r'lost_rank\.py", line \d+, in fault', line) for line in left["traceback"])
 
 
 def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
@@ -73,3 +83,4 @@ def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Ru
     runs.train("lost", *SETTINGS, options=["--resume", "auto"])
     assert [r["step"] for r in runs.records("lost")] == list(range(1, 8))
     assert "from checkpoints/step-3" in [e["message"] for e in runs.journal("lost")]
+    assert [path.name for path in runs.path("lost").glob("crash*")] == ["crash-1.json"]

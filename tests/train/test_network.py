@@ -76,7 +76,8 @@ def test_a_link_carries_the_curve_of_one_process_and_both_ends_tell_of_its_end(
         assert [p.returncode for p in job.ranks] == [1, 1]
         assert not any("Traceback" in job.printed(rank) for rank in (0, 1))
         gone = f"is gone, or has not answered for {TIMEOUT} s"
-        noticed = [rf"rank {rank} \({roles[rank]}, h{rank + 1}\) noticed while [a-z]+ .+ of step \d+; {GO_ON}" for rank in (0, 1)]
+        end = rf"noticed while [a-z]+ .+ of step \d+; see \S+/far/crash\.json; {GO_ON}"
+        noticed = [rf"rank {rank} \({roles[rank]}, h{rank + 1}\) {end}" for rank in (0, 1)]
         heard = r"when last heard, \d+ s ago, it was [a-z]+ .+ of step \d+"
         assert re.fullmatch(rf"error: rank 1 \({roles[1]}, h2\) {gone}; {heard}; {noticed[0]}", job.last_line(0))
         storeless = "the ranks' store, on the host of rank 0, does not answer either"

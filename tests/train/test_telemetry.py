@@ -33,6 +33,7 @@ def record(step: int, **changes) -> dict:
         "state_norm_p99": [14.0, 14.5],
         "state_change": [1.0, 0.3],
         "skipped": 0,
+        "busy": [0.61, 0.64],
         "memory": {"parameters": [2**28, 2**29], "peak": [2**30, 3 * 2**28]},
     } | changes
 
@@ -244,6 +245,7 @@ def test_scalars_are_flat_and_hold_no_gaps():
     flat = scalars({"step": 3, "loss": None, "depths": [1, 2], "state_norm": [], "skipped": 0, "validation": {"5": 2.0}})
     assert flat == {"depth": 1.5, "skipped": 0, "validation/depth_5": 2.0}
     assert scalars({"state_norm": [1.0, None]}) == {"state_norm/first": 1.0}
+    assert scalars({"busy": [0.3, 0.9, 0.2]}) == {"busy/least": 0.2, "busy/most": 0.9}
     assert scalars({"memory": {"peak": [3, 7, 5], "buffers": [0, 0, 0]}}) == {"memory/peak": 7, "memory/buffers": 0}
 
 

@@ -10,29 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from loopscale.parallel.ring.plan import Message, MessageKind, Plan
+from loopscale.parallel.waits import Waits
 
 POSTED = 2
 """Receives posted ahead on a channel."""
-
-
-class Waits(Protocol):
-    """Whom this rank waits for, for the report when an answer never comes."""
-
-    waiting_for: int | None
-
-
-@dataclass
-class _Nobody:
-    waiting_for: int | None = None
 
 
 class Links:
@@ -62,7 +50,7 @@ class Links:
     @classmethod
     def alone(cls) -> Links:
         """The links of a ring of one stage."""
-        return cls([0], 0, torch.device("cpu"), timedelta(), _Nobody())
+        return cls([0], 0, torch.device("cpu"), timedelta(), Waits(torch.device("cpu")))
 
     def open(self, plan: Plan, shape: Callable[[int], Sequence[int]]) -> None:
         """Begins ``plan``; ``shape`` gives the shape of a microbatch's messages, fp32."""
@@ -126,10 +114,9 @@ class _Sender:
 
     def answered(self, microbatch: int) -> None:
         """Lets go of what was sent about ``microbatch``."""
-        self._waits.waiting_for = self._target
         for work, _ in self._leaving.pop(microbatch, ()):
-            work.wait()
-        self._waits.waiting_for = None
+            with self._waits.waiting(self._target):
+                work.wait()
 
     def finish(self) -> None:
         for microbatch in list(self._leaving):
@@ -149,9 +136,8 @@ class _Receiver:
 
     def next(self) -> tuple[Message, Tensor]:
         message, work, tensor = self._posted.popleft()
-        self._waits.waiting_for = self._source
-        work.wait()
-        self._waits.waiting_for = None
+        with self._waits.waiting(self._source):
+            work.wait()
         self._post()
         return message, tensor
 
