@@ -282,8 +282,8 @@ class ParallelConfig(Section):
     timeout: PositiveInt = 600
     """Seconds after which a silent rank ends the run."""
     check_replicas: NonNegativeInt = 100
-    """Steps between checks that all replicas hold the same weights, to the bit; 0: never. (Each must compute on the same
-    kind of machine: under ZeRO 0 every replica updates all weights by itself.)"""
+    """Steps between checks that all replicas hold the same weights, to the bit; 0: never, as where under ZeRO 0 replicas
+    update on machines of different kinds, which round differently."""
 
 
 class TrainConfig(Section):

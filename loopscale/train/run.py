@@ -252,11 +252,12 @@ class Run:
         return losses
 
     def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
-        norms = meter.result(sum_over_ranks)
-        rate, seconds = self.matmul_rate, window.seconds
+        with self.mesh.waits.waiting():
+            norms = meter.result(sum_over_ranks)
         told = meshes.gather_objects((memory.by_kind(self._held(), self.memory.read()), window.busy))
         ranks, busy = [held for held, _ in told], [own for _, own in told]
         self.heaviest.see(ranks)
+        rate, seconds = self.matmul_rate, window.seconds
         self.telemetry.log(
             {
                 "step": self.progress.step,
