@@ -393,10 +393,10 @@ def shard(scene: Scene) -> Meeting:
                 path.write_bytes(content)
             scene.repair = lambda: None
             return
-        for cache in (p for p in scene.runs.corpus.rglob("*") if p.is_file()):
-            if cache.suffix == ".mds" or ".mds" in cache.name or cache.suffix == ".zstd":
-                lost.append((cache, cache.read_bytes()))
-                _spoil(cache, scene.source.choice(["flip", "cut", "remove"]), scene.source)
+        for path in sorted(scene.runs.corpus.rglob("train/*.mds*")):
+            if path.stat().st_size:
+                lost.append((path, path.read_bytes()))
+                _spoil(path, scene.source.choice(["flip", "cut", "remove"]), scene.source)
 
     scene.repair = repair
     yield meet
@@ -501,11 +501,9 @@ def main() -> int:
         outcomes.append(campaign.run(trial))
         last = outcomes[-1]
         verdict = "; ".join(last.problems) or "held"
-        console.print(
-            f"{trial.name}: {last.starts} starts, {last.lost} steps lost, {last.seconds:.0f} s: {verdict}", markup=False
-        )
-        for sentence in dict.fromkeys(last.sentences):
-            console.print(f"    {sentence}", markup=False)
+        told = f"{trial.name}: {last.starts} starts, {last.lost} steps lost, {last.seconds:.0f} s: {verdict}"
+        for line in (told, *(f"    {sentence}" for sentence in dict.fromkeys(last.sentences))):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table(outcomes))
     failed = [o for o in outcomes if o.problems]
     if not failed:
