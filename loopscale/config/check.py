@@ -273,6 +273,11 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     if "://" in config.corpus.path and config.corpus.cache is None:
         yield Problem("corpus.cache", f"must name a local folder, since corpus.path {config.corpus.path} is a URL")
+    if config.train.spikes == "rewind" and config.checkpoint.every == 0:
+        yield Problem(
+            "train.spikes",
+            "rewind goes back to a checkpoint, and checkpoint.every 0 makes none; use skip, or checkpoint.every=100",
+        )
     optimizer = config.optimizer
     if optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay_share > 1:
         yield Problem(

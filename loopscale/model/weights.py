@@ -54,8 +54,8 @@ class Holder:
     def split(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
         """The global weights out of what all tensor-parallel ranks hold of the parameter, or of a moment of it."""
         if self.tensor_axis is None:
-            return self._split(shares[0], 1)
-        parts = [self._split(share, len(shares)) for share in shares]
+            return self.shares(shares[0], 1)
+        parts = [self.shares(share, len(shares)) for share in shares]
         whole = {w.name: torch.cat([p[w.name] for p in parts], self.tensor_axis) for w in self.weights}
         return {w.name: whole[w.name][: w.shape[0]] for w in self.weights}
 
@@ -75,8 +75,8 @@ class Holder:
             weight = F.pad(weight, (0, 0, 0, padded_rows(len(weight), size) - len(weight)))
         return weight if size == 1 else weight.chunk(size, self.tensor_axis or 0)[rank]
 
-    def _split(self, held: Tensor, size: int) -> dict[str, Tensor]:
-        """The shares of the global weights in the parameter of one of ``size`` ranks."""
+    def shares(self, held: Tensor, size: int) -> dict[str, Tensor]:
+        """The shares of the global weights in what one of ``size`` tensor-parallel ranks holds of the parameter."""
         if self.fused == "none":
             parts: tuple[Tensor, ...] = (held,)
         elif self.fused == "gate_up":

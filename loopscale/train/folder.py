@@ -2,6 +2,7 @@
 
 config.yaml  manifest.json  code/          what runs, written at every start
 metrics.jsonl  journal.jsonl  events/  wandb/   what it tells
+skipped/step-N.json                        about a bad step
 checkpoints/step-N/  evaluations/  report.html
 """
 
@@ -161,7 +162,10 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
 
 FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed", "batch.global_batch")
 """What a resumed run keeps: what it is, and what it reads next."""
-QUIET = ("run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "parallel.")
+QUIET = (
+    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "train.max_time",
+    "train.grace", "parallel.",
+)  # fmt: skip
 """What may change without changing the run."""
 
 
