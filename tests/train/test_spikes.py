@@ -46,13 +46,14 @@ def test_the_verdict_does_not_depend_on_units_levels_or_order(before, step, fact
     def moved(groups):
         return [(depth, factor * loss + shift, tokens) for depth, loss, tokens in groups]
 
-    found = find_spike(step, before, 3.0, WINDOW)
-    other = find_spike(moved(step), [moved(b) for b in before], 3.0, WINDOW)
-    close = found and found.excess <= found.allowed * (1 + 1e-9) or other and other.excess <= other.allowed * (1 + 1e-9)
-    assert close or (found is None) == (other is None)
     shuffled = [shuffler.sample(b, len(b)) for b in shuffler.sample(before, len(before))]
-    other = find_spike(shuffler.sample(step, len(step)), shuffled, 3.0, WINDOW)
-    assert close or (found is None) == (other is None)
+    verdicts = [
+        find_spike(step, before, 3.0, WINDOW),
+        find_spike(moved(step), [moved(b) for b in before], 3.0, WINDOW),
+        find_spike(shuffler.sample(step, len(step)), shuffled, 3.0, WINDOW),
+    ]
+    rounding = any(v and v.excess - v.allowed < 1e-6 for v in verdicts)
+    assert rounding or len({v is None for v in verdicts}) == 1
 
 
 @given(STEPS, st.lists(GROUP, min_size=1, max_size=3))
