@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -16,7 +15,9 @@ import pytest
 import yaml
 
 from tests.corpus.conftest import built, texts, write_jsonl
+from tests.launch import NOTHING
 from tests.ranks import Ranks
+from tests.train.jobs import Job
 
 TINY = {
     "corpus": {"sequence_length": 32},
@@ -66,35 +67,30 @@ class Runs:
     def __init__(self, folder: Path, corpus: Path):
         self.folder, self.corpus = folder, corpus
 
-    def command(self, name: str, overrides: Sequence[str], ranks: int, options: Sequence[str]) -> list[str]:
-        config = self.folder / "tiny.yaml"
-        config.write_text(yaml.safe_dump(TINY))
+    def command(
+        self, name: str, *overrides: str, options: Sequence[str] = (), config: Path | None = None, script: str | None = None
+    ) -> list[str]:
+        """Command line of a run; ``script``: one that ends in calling loopscale, in its place."""
+        if config is None:
+            config = self.folder / "tiny.yaml"
+            config.write_text(yaml.safe_dump(TINY))
         own = [f"run.folder={self.folder / 'runs'}", f"run.name={name}", f"corpus.path={self.corpus}", *overrides]
-        launcher = [sys.executable, "-m"]
-        if ranks > 1:
-            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        return [*launcher, "loopscale", "train", str(config), *own, *options]
+        program = ["-m", "loopscale"] if script is None else [script]
+        return [sys.executable, *program, "train", str(config), *own, *options]
 
-    def start(
-        self,
-        name: str,
-        *overrides: str,
-        ranks: int = 1,
-        options: Sequence[str] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ):
-        command = self.command(name, overrides, ranks, options)
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, **environment},
-        )  # fmt: skip
+    def job(self, name: str, commands: Sequence[Sequence[str]], **more: Any) -> Job:
+        """Starts a run, a command for each of its ranks; ``more`` as for :class:`Job`."""
+        return Job(self.folder, name, self.path(name) / "metrics.jsonl", commands, **more)
 
-    def train(self, name: str, *overrides: str, exit_code: int = 0, **more) -> str:
-        """Runs to the end; ``more`` as for :meth:`start`. Returns what was printed."""
-        process = self.start(name, *overrides, **more)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == exit_code, output
-        return output
+    def start(self, name: str, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = NOTHING, **more: Any) -> Job:
+        """Starts a run; ``more`` as for :meth:`command`."""
+        return self.job(name, [self.command(name, *overrides, **more)] * ranks, environment=environment)
+
+    def train(self, name: str, *overrides: str, exit_code: int = 0, **more: Any) -> str:
+        """Runs to the end; ``more`` as for :meth:`start`. Returns what rank 0 printed."""
+        with self.start(name, *overrides, **more) as job:
+            assert set(job.wait_for_end()) == {exit_code}, job.all_printed()
+            return job.printed(0)
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name

@@ -1,7 +1,7 @@
-"""Rank processes that outlive a test, so that a session imports torch, Megatron and DeepSpeed once per rank.
+"""Rank processes that outlive a test: functions run on them without a start.
 
-The pool, :class:`Ranks`, lives in pytest; a worker is ``python -m tests.ranks``. Jobs reach a worker over its stdin,
-answers leave over its stdout. Each job has two halves, and no worker begins the second before all have ended the first:
+The pool, :class:`Ranks`, lives in pytest; a worker is forked from the server of :mod:`tests.launch`. Jobs and answers go
+through pipes. Each job has two halves, and no worker begins the second before all have ended the first:
 call the function, take the groups down. So no rank closes a connection from which a slower one still reads.
 """
 
@@ -23,15 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from loopscale.config.tree import ParallelConfig
+from tests.launch import Launched, kill_group, rank_environment
 
-ROOT = Path(__file__).parents[1]
-START = 300.0
-"""Seconds that a worker has for its imports."""
 PATIENCE = 2.0
 """Seconds that the other ranks have, once one has failed, to end on their own: they may fail alike, each with its reason."""
 GRACE = 10.0
@@ -88,7 +87,8 @@ class Ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             for worker in workers:
-                worker.send((environment(worker.rank, size, store.port), task))
+                place = rank_environment(worker.rank, size, "127.0.0.1", store.port)
+                worker.send(({**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}, task))
             results = answers(workers, timeout)
             for worker in workers:
                 worker.send("end")
@@ -103,26 +103,13 @@ class Ranks:
 
     def _started(self, size: int) -> list[Worker]:
         self._drop([w for w in self._workers.values() if w.has_died()])
-        new = [Worker(rank) for rank in range(size) if rank not in self._workers]
-        self._workers |= {w.rank: w for w in new}
-        try:
-            answers(new, START)
-        except BaseException:
-            self._drop(new)
-            raise
+        self._workers |= {rank: Worker(rank) for rank in range(size) if rank not in self._workers}
         return [self._workers[rank] for rank in range(size)]
 
     def _drop(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             worker.kill()
             del self._workers[worker.rank]
-
-
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    return {name: str(value) for name, value in {**place, **meeting}.items()}
 
 
 class Worker:
@@ -132,14 +119,9 @@ class Worker:
         self.rank = rank
         jobs, self._jobs = Pipe(duplex=False)
         self.answers, replies = Pipe(duplex=False)
-        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115  # open as long as the worker is kept
+        self._log = tempfile.NamedTemporaryFile("rb")  # noqa: SIM115  # open as long as the worker is kept
         self._printed_before = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks"],
-            stdin=jobs, stdout=replies, stderr=self._log,
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
-            start_new_session=True,  # a process group of its own, to be killed with its children
-        )  # fmt: skip
+        self._process = Launched(serve, (jobs, replies), Path(self._log.name))
         jobs.close()
         replies.close()
 
@@ -174,10 +156,9 @@ class Worker:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            kill_group(self._process)
 
-    def close_stdin(self) -> None:
+    def close_jobs(self) -> None:
         """As the end of pytest would."""
         self._jobs.close()
 
@@ -223,17 +204,12 @@ def hear(waiting: dict[Any, Worker], found: dict[int, Any], timeout: float) -> l
     return failed
 
 
-def serve() -> None:
-    """A worker: does jobs until stdin closes."""
+def serve(jobs: Connection, replies: Connection) -> None:
+    """A worker: does jobs until no more can come."""
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)  # chain: after the stacks the signal kills, as ever
-    jobs, replies = connection.Connection(os.dup(0), writable=False), connection.Connection(os.dup(1), readable=False)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a job prints must not get among the answers
     messages: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=fetch, args=(jobs, messages), daemon=True).start()
-    import_all()
     before = dict(os.environ)
-    replies.send_bytes(pickle.dumps("ready"))
     while True:
         job = Job(*pickle.loads(messages.get()))
         replies.send_bytes(job.outcome(job.call))
@@ -245,24 +221,13 @@ def serve() -> None:
         spare_the_collector()
 
 
-def fetch(jobs: connection.Connection, messages: SimpleQueue[bytes]) -> None:
+def fetch(jobs: Connection, messages: SimpleQueue[bytes]) -> None:
     """A thread's work: so a worker that is stuck in a job ends with pytest too."""
     while True:
         try:
             messages.put(jobs.recv_bytes())
         except EOFError:
             os._exit(1)
-
-
-def import_all() -> None:
-    """What takes seconds, before the clock of the first job runs."""
-    import deepspeed  # noqa: F401
-    import megatron.core.tensor_parallel  # noqa: F401
-
-    import loopscale.parallel.mesh
-    import loopscale.parallel.zero  # noqa: F401
-
-    spare_the_collector()
 
 
 def spare_the_collector() -> None:
@@ -329,9 +294,3 @@ def is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-if __name__ == "__main__":
-    from tests.ranks import serve as serve_as_module  # pytest can unpickle this module's classes, not those of __main__
-
-    serve_as_module()

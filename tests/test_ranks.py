@@ -123,7 +123,7 @@ def test_death_and_answers_that_cannot_be_sent_are_failures(ranks: Ranks) -> Non
 def test_a_worker_ends_when_pytest_is_gone() -> None:
     worker = Worker(0)
     try:
-        worker.close_stdin()
+        worker.close_jobs()
         deadline = time.monotonic() + 30
         while not worker.has_died() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Run by tests under torchrun: `loopscale train`, but one rank's loss is NaN at the steps named by FAULTY_STEPS."""
+"""Run by tests: `loopscale train`, but one rank's loss is NaN at the steps named by FAULTY_STEPS."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import socket
 import pytest
 
 from tests.conftest import Runs
-from tests.train.jobs import STARTING, Job, lost, with_lost_rank
+from tests.launch import execute
+from tests.train.jobs import LOST_RANK, STARTING, lost, under_torchrun
 
 pytestmark = pytest.mark.ranks
 
@@ -47,8 +48,8 @@ STORELESS = (
     ids=["pp3-killed", "dp2-killed-with-the-store", "pp2-silent", "pp2-raises"],
 )
 def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, how, rank, sentence):
-    command = with_lost_rank(runs.command("lost", [f"parallel.{layout}", *SETTINGS], 1, []))
-    with Job(runs, "lost", [command] * size, environment=lost(rank, STEP, how)) as job:
+    faulty = {"script": LOST_RANK, "environment": lost(rank, STEP, how)}
+    with runs.start("lost", f"parallel.{layout}", *SETTINGS, ranks=size, **faulty) as job:
         job.wait(lambda: job.is_stopped(rank) if how == "stop" else job.has_ended(rank), STARTING)
         others = [r for r in range(size) if r != rank]
         job.wait(lambda: all(job.has_ended(r) for r in others), TIMEOUT + EXPLAINING)
@@ -61,9 +62,10 @@ def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, 
 
 
 def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
-    """torchrun asks the others to end as soon as one is dead, when they have yet to find out which. One process goes on."""
-    command = with_lost_rank(runs.command("lost", ["parallel.tensor=2", *SETTINGS], 2, []))
-    with Job(runs, "lost", [command], environment=lost(1, STEP, "kill")) as job:
+    """The real thing: torchrun asks the others to end as soon as one is dead, when they have yet to find out which. One
+    process goes on."""
+    command = under_torchrun(runs.command("lost", "parallel.tensor=2", *SETTINGS, script=LOST_RANK), 2)
+    with runs.job("lost", [command], environment=lost(1, STEP, "kill"), start=execute) as job:
         job.wait_for_steps(STEP - 1)
         job.wait(lambda: job.has_ended(0), TIMEOUT + EXPLAINING)
         assert job.ranks[0].returncode == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import resource
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -47,13 +46,11 @@ def test_every_record_has_the_kinds_of_every_rank_and_the_journal_the_heaviest(r
 def test_an_allocation_that_fails_ends_the_run_with_one_sentence(runs):
     """A process that may have 2 GiB of data, and a microbatch whose activations alone are more."""
     wide = ["model.hidden_size=256", "model.ffn_size=4096", "batch.global_batch=256", "batch.microbatch=128", "train.steps=2"]
-    done = subprocess.run(
-        runs.command("large", wide, 1, []), capture_output=True, text=True, timeout=200,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (2 * GIB, 2 * GIB)),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    sentence = done.stderr.strip().splitlines()[-1]
+    with runs.start("large", *wide) as job:
+        resource.prlimit(job.ranks[0].pid, resource.RLIMIT_DATA, (2 * GIB, 2 * GIB))
+        assert job.wait_for_end() == [1], job.printed(0)
+        output, sentence = job.printed(0), job.last_line(0)
+    assert "Traceback" not in output
     assert re.match(
         r"error: rank 0 \(stage 0\) ran out of memory while running [a-z ]+ ?\d* of microbatch 0 of step 1, "
         r"for want of \S+ \S+; it held \(predicted at most\): parameters \S+ MiB \(\S+ MiB\), .*in all \S+ \S+ \(\S+ GiB\); "

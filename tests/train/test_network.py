@@ -1,6 +1,6 @@
 """Two hosts with a rank each: the link carries the curve of one process, and both ends tell when it is cut or silent.
 
-The hosts are network namespaces of this machine.
+The hosts are network namespaces of this machine. A rank is the real thing, started on its host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Runs
-from tests.train.jobs import Job
+from tests.launch import execute
 
 NETLAB = Path(__file__).parents[2].parent / "shared" / "cluster" / "netlab"
 CANNOT = (
@@ -52,7 +52,7 @@ def netlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
 def one_process(tmp_path_factory: pytest.TempPathFactory, text_corpus: Path) -> Runs:
     """The first steps of the same run on one process."""
     runs = Runs(tmp_path_factory.mktemp("one"), text_corpus)
-    with Job(runs, "one", [runs.command("one", SETTINGS, 1, [])]) as job:
+    with runs.start("one", *SETTINGS) as job:
         job.wait_for_steps(STEPS)
     return runs
 
@@ -64,10 +64,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, text_corpus: Path) -> 
 def test_a_link_carries_the_curve_of_one_process_and_both_ends_tell_of_its_end(
     netlab, one_process: Runs, runs: Runs, layout, fault, roles
 ):
-    command = runs.command("far", [f"parallel.{layout}", *SETTINGS], 1, [])
+    command = runs.command("far", f"parallel.{layout}", *SETTINGS)
     commands = [netlab("on", host, *command) for host in ("h1", "h2")]
     subprocess.run(netlab("mend", "h2"), check=True)
-    with Job(runs, "far", commands, address="h1", port=29500) as job:
+    one_rank_a_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with runs.job("far", commands, address="h1", port=29500, environment=one_rank_a_host, start=execute) as job:
         job.wait_for_steps(STEPS)
         time.sleep(1.5)  # until a step has been reported
         subprocess.run(netlab(fault, "h2"), check=True)
