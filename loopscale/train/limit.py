@@ -10,6 +10,8 @@ import psutil
 
 WRITING = 100e6
 """Bytes per second that a checkpoint is taken to be written at, until one has been."""
+LEAVING = 5.0
+"""Seconds to close all files and end the process."""
 
 
 class TimeLimit:
@@ -35,7 +37,7 @@ class TimeLimit:
             self._longest_round = max(self._longest_round, now - self._round_began)
         self._round_began = now
         save = self._longest_save or self._first_save
-        if self._limit is None or self._limit - now >= 2 * (self._longest_round + save):
+        if self._limit is None or self._limit - now >= 2 * (self._longest_round + save) + LEAVING:
             return None
         return (
             f"train.max_time {self._limit:g} s, nearly up (a step takes up to {self._longest_round:.1f} s, a save {save:.1f} s)"

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopscale.checkpoint import commit
-from loopscale.train.limit import WRITING, TimeLimit
+from loopscale.train.limit import LEAVING, WRITING, TimeLimit
 from loopscale.train.signals import INTERRUPTED, ONE_NOTICE
 from tests.conftest import Runs
-from tests.train.jobs import STARTING, Job
+from tests.launch import execute
+from tests.train.jobs import STARTING, under_torchrun
 
 ROOT = str(Path(__file__).parents[2])
 STANDS = "; the last checkpoint stands, go on with --resume auto"
@@ -120,7 +121,7 @@ def test_when_it_is_closed_signals_are_what_they_were():
 def test_a_run_ends_before_its_limit_and_uses_the_time_it_has(longest, save, every, seconds, draw):
     """Steps of up to ``longest`` seconds and saves of up to ``save``, the first of either the longest; a clock that jumps."""
     age = [7.0]
-    last = age[0] + 2 * (longest + save) + seconds
+    last = age[0] + 2 * (longest + save) + LEAVING + seconds
     limit = TimeLimit(last, save * WRITING, age=lambda: age[0])
     for step in range(10_000):
         began, reason = age[0], limit.reason()
@@ -130,7 +131,7 @@ def test_a_run_ends_before_its_limit_and_uses_the_time_it_has(longest, save, eve
                 age[0] += draw.randint(1, save) if step else save
         if reason is not None:
             break
-    assert last - 2 * (longest + save) < began and age[0] <= last
+    assert last - 2 * (longest + save) - LEAVING < began and age[0] + LEAVING <= last
     assert reason.startswith(f"train.max_time {last:g} s, nearly up")
 
 
@@ -149,34 +150,31 @@ def test_the_clock_of_the_limit_began_with_the_process():
 
 @pytest.mark.ranks
 def test_a_run_that_is_asked_to_stop_while_it_imports_leaves_nothing_behind(runs: Runs):
-    process = runs.start("early")
-    maps = Path(f"/proc/{process.pid}/maps")
-    while process.poll() is None and "libtorch_cpu" not in maps.read_text():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED
-    assert output == "asked to stop by SIGTERM before the first step; start again with --resume auto\n"
+    """The real thing, for a fork would have imported everything."""
+    with runs.job("early", [runs.command("early")], start=execute) as job:
+        maps = Path(f"/proc/{job.ranks[0].pid}/maps")
+        job.wait(lambda: "libtorch_cpu" in maps.read_text(), STARTING)
+        job.ranks[0].send_signal(signal.SIGTERM)
+        assert job.wait_for_end() == [INTERRUPTED]
+        assert job.printed(0) == "asked to stop by SIGTERM before the first step; start again with --resume auto\n"
     assert not runs.path("early").exists()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("to", ["rank 1 alone", "all processes"])
+@pytest.mark.parametrize("to", ["rank 1 alone", "all processes", "torchrun"])
 def test_two_ranks_with_readers_stop_at_a_signal_and_all_their_processes_are_gone(runs: Runs, to: str):
-    """What one rank hears stops both. A notice to whole process groups reaches the readers too, which the save needs."""
+    """What one rank hears stops both. A scheduler's notice to all processes reaches the readers too, and torchrun, which
+    passes it on to ranks that have got it already."""
     grace = 60
-    command = runs.command("asked", ["train.steps=4000", "corpus.workers=1", f"train.grace={grace}"], 1, [])
-    with Job(runs, "asked", [command] * 2) as job:
+    command = runs.command("asked", "train.steps=4000", "corpus.workers=1", f"train.grace={grace}")
+    real = {"commands": [under_torchrun(command, 2)], "start": execute}
+    with runs.job("asked", **(real if to == "torchrun" else {"commands": [command] * 2})) as job:
         job.wait_for_steps(3)
         processes = [q for p in job.ranks for q in (psutil.Process(p.pid), *psutil.Process(p.pid).children(recursive=True))]
         assert len(processes) >= 4
-        if to == "rank 1 alone":
-            job.ranks[1].send_signal(signal.SIGUSR1)
-        else:
-            for rank in job.ranks:
-                os.killpg(rank.pid, signal.SIGTERM)
-        job.wait(lambda: job.has_ended(0) and job.has_ended(1), grace)
-        assert [p.returncode for p in job.ranks] == [INTERRUPTED] * 2, job.printed(0) + job.printed(1)
+        for process in [psutil.Process(job.ranks[1].pid)] if to == "rank 1 alone" else processes:
+            process.send_signal(signal.SIGUSR1 if to == "rank 1 alone" else signal.SIGTERM)
+        assert job.wait_for_end(grace) == ([1] if to == "torchrun" else [INTERRUPTED] * 2), job.all_printed()
         assert psutil.wait_procs(processes, grace)[1] == []
     checkpoint, *_ = commit.committed(runs.path("asked") / "checkpoints")
     commit.verify(checkpoint)
@@ -190,14 +188,10 @@ def test_two_ranks_with_readers_stop_at_a_signal_and_all_their_processes_are_gon
 @pytest.mark.ranks
 def test_a_save_that_hangs_ends_with_the_grace_and_the_last_checkpoint_stands(runs: Runs):
     """Rank 1 hears the signal, rank 0 hangs inside the commit, behind step 5's. The run then goes on as if nothing had been."""
-    command = runs.command("hangs", ["train.steps=20", "train.grace=3"], 1, [])
-    place = command.index("loopscale")
-    command[place - 1 : place + 1] = [str(Path(__file__).with_name("hanging_save.py"))]
-    with Job(runs, "hangs", [command] * 2, environment={"PYTHONPATH": ROOT}) as job:
+    with runs.start("hangs", "train.grace=3", ranks=2, script=str(Path(__file__).with_name("hanging_save.py"))) as job:
         job.wait_for_steps(6)
         job.ranks[1].send_signal(signal.SIGTERM)
-        job.wait(lambda: job.has_ended(0) and job.has_ended(1), STARTING)
-        assert [p.returncode for p in job.ranks] == [INTERRUPTED] * 2, job.printed(0) + job.printed(1)
+        assert job.wait_for_end() == [INTERRUPTED] * 2, job.all_printed()
         assert job.last_line(0) == f"has not ended within train.grace 3 s of a signal to another rank{STANDS}"
         assert job.last_line(1) == f"rank 1: has not ended within train.grace 3 s of SIGTERM{STANDS}"
     checkpoints = runs.path("hangs") / "checkpoints"
@@ -210,17 +204,29 @@ def test_a_save_that_hangs_ends_with_the_grace_and_the_last_checkpoint_stands(ru
 
 
 @pytest.mark.ranks
-def test_a_run_whose_time_is_up_saves_and_goes_on_as_if_nothing_had_been(runs: Runs):
-    """Its imports alone take longer than it has: a step is done all the same, so that jobs in a row come to an end."""
-    output = runs.train("timed", "train.max_time=0.5", exit_code=INTERRUPTED)
+def test_a_run_saves_before_its_time_is_up_and_goes_on_as_if_nothing_had_been(runs: Runs):
+    """First with less time than there is; a step is done all the same, so that such jobs in a row come to an end."""
+    steady = ["optimizer.schedule=constant", "optimizer.warmup=0"]  # or another number of steps would be another run
+    runs.train("timed", "train.steps=4000", *steady, "train.max_time=0.5", exit_code=INTERRUPTED)
+    assert [r["step"] for r in runs.records("timed")] == [1]
+
+    seconds = 15
+    timed = [*steady, "train.steps=4000", f"train.max_time={seconds}"]
+    with runs.start("timed", *timed, options=["--resume", "auto"]) as job:
+        began = psutil.Process(job.ranks[0].pid).create_time()
+        assert job.wait_for_end() == [INTERRUPTED], job.printed(0)
+        assert time.time() - began < seconds
     told = runs.journal("timed")[-1]
     assert told["kind"] == "stopped"
-    assert re.match(r"asked to stop by train\.max_time 0\.5 s, nearly up \(.*\); go on with --resume auto$", told["message"])
-    assert told["message"] in output
-    assert [r["step"] for r in runs.records("timed")] == [1]
-    runs.train("timed", options=["--resume", "auto"])
-    runs.train("calm")
-    timed, calm = runs.records("timed"), runs.records("calm")
-    assert [r["loss"] for r in timed] == [r["loss"] for r in calm]
-    ours, theirs = runs.weights("timed", 20), runs.weights("calm", 20)
+    assert re.match(
+        rf"asked to stop by train\.max_time {seconds} s, nearly up \(.*\); go on with --resume auto$", told["message"]
+    )
+    steps = runs.records("timed")[-1]["step"]
+    checkpoint, *_ = commit.committed(runs.path("timed") / "checkpoints")
+    assert checkpoint.name == f"step-{steps}" and steps > 1
+
+    runs.train("timed", *steady, f"train.steps={steps + 3}", options=["--resume", "auto"])
+    runs.train("calm", *steady, f"train.steps={steps + 3}")
+    assert [r["loss"] for r in runs.records("timed")] == [r["loss"] for r in runs.records("calm")]
+    ours, theirs = runs.weights("timed", steps + 3), runs.weights("calm", steps + 3)
     assert all((ours[n] == theirs[n]).all() for n in ours)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from statistics import median
 
@@ -96,14 +94,9 @@ SPIKE = [96, 97, 98, 99]
 """Global samples whose loss is threefold: step 13 reads 96 to 103."""
 
 
-def spiky(runs: Runs, name: str, samples, *overrides: str, ranks: int = 1, options=()) -> subprocess.CompletedProcess[str]:
-    command = runs.command(name, [*SETTINGS, *overrides], ranks, options)
-    place = command.index("loopscale")
-    command[place - 1 : place + 1] = [str(Path(__file__).with_name("spiky_run.py"))]
-    environment = {
-        **os.environ, "SPIKY_SAMPLES": " ".join(map(str, samples)), "PYTHONPATH": str(Path(__file__).parents[2]),
-    }  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+def spiky(runs: Runs, name: str, samples, *overrides: str, **more) -> str:
+    script, environment = str(Path(__file__).with_name("spiky_run.py")), {"SPIKY_SAMPLES": " ".join(map(str, samples))}
+    return runs.train(name, *SETTINGS, *overrides, script=script, environment=environment, **more)
 
 
 def events(runs: Runs, name: str, kind: str) -> list[str]:
@@ -114,8 +107,7 @@ def events(runs: Runs, name: str, kind: str) -> list[str]:
 def test_a_spike_is_skipped_by_all_ranks_and_by_a_resumed_run_too(runs):
     """The spike is on rank 0's share alone. A run that goes on from step 10 has to remember the losses before."""
     every = ["train.spikes=skip", "checkpoint.every=1", "checkpoint.keep=20"]
-    done = spiky(runs, "skips", SPIKE, *every, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    spiky(runs, "skips", SPIKE, *every, ranks=2)
     records = runs.records("skips")
     assert [r["skipped"] for r in records] == [0] * 12 + [1] * 8
     assert [r["step"] for r in records if r["grad_norm"] is None] == [13]
@@ -136,8 +128,7 @@ def test_a_spike_is_skipped_by_all_ranks_and_by_a_resumed_run_too(runs):
     shutil.copytree(runs.path("skips"), runs.path("killed"))
     for step in range(11, 21):
         shutil.rmtree(runs.path("killed") / "checkpoints" / f"step-{step}")
-    done = spiky(runs, "killed", SPIKE, *every, ranks=2, options=["--resume", "auto"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    spiky(runs, "killed", SPIKE, *every, ranks=2, options=["--resume", "auto"])
     for key in ("loss", "grad_norm", "skipped", "tokens"):
         assert [r[key] for r in runs.records("killed")] == [r[key] for r in records], key
 
@@ -147,8 +138,7 @@ def test_a_run_goes_back_behind_a_spike_and_is_then_one_that_never_saw_its_sampl
     """From step 13 back to step 10, on with sample 104: to the last bit the run that a copy of that checkpoint becomes when
     its position in the corpus is moved there."""
     rewind = ["train.spikes=rewind", "checkpoint.keep=9", "corpus.workers=1"]
-    done = spiky(runs, "rewound", SPIKE, *rewind, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    spiky(runs, "rewound", SPIKE, *rewind, ranks=2)
     records = runs.records("rewound")
     assert [r["step"] for r in records] == list(range(1, 21))
     assert [r["skipped"] for r in records] == [0] * 10 + [1] * 10
@@ -180,12 +170,10 @@ def move(checkpoint: Path, **counters: int) -> None:
 @pytest.mark.ranks
 def test_going_back_has_an_end(runs):
     """Every sample from 96 on is a spike. Where there is no checkpoint the steps are skipped instead."""
-    done = spiky(runs, "endless", range(96, 400), "train.spikes=rewind", "train.bad_steps=3")
-    assert done.returncode == 1
-    assert "3 steps in a row, up to step 11, had a loss spike" in done.stderr and "Traceback" not in done.stderr
+    output = spiky(runs, "endless", range(96, 400), "train.spikes=rewind", "train.bad_steps=3", exit_code=1)
+    assert "3 steps in a row, up to step 11, had a loss spike" in output and "Traceback" not in output
     assert len(events(runs, "endless", "rewound")) == 2
     assert [r["step"] for r in runs.records("endless")] == list(range(1, 11))
 
-    done = spiky(runs, "early", SPIKE, "train.spikes=rewind", "checkpoint.every=15")
-    assert done.returncode == 0, done.stdout + done.stderr
+    spiky(runs, "early", SPIKE, "train.spikes=rewind", "checkpoint.every=15")
     assert not events(runs, "early", "rewound") and len(events(runs, "early", "skipped")) == 1
