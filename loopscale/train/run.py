@@ -260,8 +260,9 @@ class Run:
         progress.tokens += sum(g.tokens for g in result.groups)
         if progress.step > progress.went_back_from:
             progress.bad_in_a_row = 0
-        if self.config.train.spikes != "ignore":
-            progress.losses = [*progress.losses, losses_of(result.groups)][-self.config.train.spike_window :]
+        settings = self.config.train
+        remembered = [] if settings.spikes == "ignore" else [*progress.losses, losses_of(result.groups)]
+        progress.losses = remembered[-settings.spike_window :]
 
     def _find_spike(self, groups: Sequence[GroupSums]) -> Spike | None:
         settings = self.config.train
@@ -275,7 +276,7 @@ class Run:
         began = "" if first is None else f"; first {dropped.in_words(first)}"
         reason = f"non-finite loss or gradient on {result.bad_ranks} of {self.mesh.world} ranks"
         if spike is not None:
-            reason = f"loss spike, {spike.excess:.3g} nats above where {spike.allowed:.3g} are allowed"
+            reason = f"loss spike, {spike.excess:.3g} nats above what its depths let expect ({spike.allowed:.3g} allowed)"
         if self.mesh.is_main:
             self._keep_skipped(path, result, batch, reason)
         if progress.bad_in_a_row >= settings.bad_steps:

@@ -46,6 +46,7 @@ class StopRequest:
         self.close()
 
     def listen(self) -> None:
+        """Takes over the signals."""
         self._heard, self._told = os.pipe()
         os.set_blocking(self._told, False)
         self._before = {number: signal.signal(number, _leave_it_to_the_thread) for number in ASKING}
@@ -53,6 +54,7 @@ class StopRequest:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
+        """Gives them back to whoever had them."""
         signal.set_wakeup_fd(self._told_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -97,19 +99,31 @@ class StopRequest:
                     _leave(f"asked to stop again, by {name}, and ends at once; {_STANDS}", self._failed)
                 if name is not None and self.name is None:
                     self.name = name
+                    if _rank() == 0 and not self._failed:
+                        _say(f"asked to stop by {name}: saves behind this step, within {self._grace:g} s; again: ends at once")
 
 
 _STANDS = "the last checkpoint stands, go on with --resume auto"
 
 
 def _leave(sentence: str, failed: bool = False) -> None:
-    """Ends the process, whatever its other threads do: by the file descriptor, for they may hold locks."""
+    """Ends the process, whatever its other threads do."""
     with contextlib.suppress(Exception):
         for reader in multiprocessing.active_children():
             reader.kill()
-    rank = os.environ.get("RANK", "0")
-    os.write(2, f"{'' if rank == '0' else f'rank {rank}: '}{sentence}\n".encode())
+    _say(sentence)
     os._exit(1 if failed else INTERRUPTED)
+
+
+def _say(sentence: str) -> None:
+    """By the file descriptor, for another thread may hold the lock of what lies above it."""
+    who = f"rank {_rank()}: " if _rank() else ""
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        os.write(2, f"{who}{sentence}\n".encode())
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _leave_it_to_the_thread(number: int, _: FrameType | None) -> None:

@@ -70,7 +70,7 @@ def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer) -> P
     }
     set_weights(stage, loaded)
     optimizer.load(joined["weight"], joined, state["applied_steps"])
-    return Progress(**{f.name: state[f.name] for f in fields(Progress)})
+    return Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
 
 
 def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: int) -> list[str]:

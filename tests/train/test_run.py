@@ -138,6 +138,16 @@ def test_a_run_learns_and_says_so(one_process):
     assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-10", "step-15", "step-20"}
 
 
+def test_the_very_first_update_is_applied(runs):
+    """Adam's first step is lr · g / (|g| + eps): at most lr, and nearly that where the gradient is large."""
+    once = ["train.steps=1", "optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0"]
+    runs.train("moved", *once)
+    runs.train("stayed", *once, "optimizer.lr=1e-12")
+    moved, stayed = runs.weights("moved", 1), runs.weights("stayed", 1)
+    largest = max((moved[n] - stayed[n]).abs().max().item() for n in moved if n.startswith("weight/"))
+    assert 0.9 * 3e-3 < largest <= 3e-3 * 1.001
+
+
 def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_corpus):
     """SIGKILL at eight random moments; every loss, also those across the epoch's edge, is the same to the last bit."""
     short_epochs = [

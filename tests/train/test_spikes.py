@@ -15,6 +15,7 @@ from loopscale.checkpoint import commit
 from loopscale.train.spikes import find_spike
 from tests.conftest import Runs
 
+UNHURRIED = settings(deadline=None)  # the machine may do something else too
 WINDOW = 16
 LOSS = st.integers(1, 10**6).map(lambda i: i / 2**10)  # sums and scaled values of these are exact
 
@@ -24,6 +25,7 @@ def at_depth(losses, depth=4):
     return [[(depth, loss, 100)] for loss in losses]
 
 
+@UNHURRIED
 @given(st.lists(LOSS, min_size=WINDOW, max_size=WINDOW), LOSS, st.sampled_from([1.0, 3.5, 6.0]))
 def test_at_a_fixed_depth_it_is_hampels_rule_on_the_losses(before, loss, threshold):
     middle = median(before)
@@ -38,7 +40,7 @@ GROUP = st.tuples(st.integers(1, 12), LOSS, st.integers(1, 8).map(lambda i: 2**i
 STEPS = st.lists(st.lists(GROUP, min_size=1, max_size=3), min_size=WINDOW // 2, max_size=WINDOW)
 
 
-@settings(max_examples=200)
+@UNHURRIED
 @given(STEPS, st.lists(GROUP, min_size=1, max_size=3), st.integers(-3, 3).map(lambda i: 2.0**i), LOSS, st.randoms())
 def test_the_verdict_does_not_depend_on_units_levels_or_order(before, step, factor, shift, shuffler):
     def moved(groups):
@@ -54,11 +56,13 @@ def test_the_verdict_does_not_depend_on_units_levels_or_order(before, step, fact
     assert rounding or len({v is None for v in verdicts}) == 1
 
 
+@UNHURRIED
 @given(STEPS, st.lists(GROUP, min_size=1, max_size=3))
 def test_a_window_that_was_saved_as_json_gives_the_same_verdict(before, step):
     assert find_spike(step, json.loads(json.dumps(before)), 3.0, WINDOW) == find_spike(step, before, 3.0, WINDOW)
 
 
+@UNHURRIED
 @given(st.lists(LOSS, max_size=WINDOW // 2 - 1))
 def test_nothing_is_a_spike_before_the_window_is_half_full(before):
     assert find_spike([(4, 1e9, 100)], at_depth(before), 6.0, WINDOW) is None
@@ -134,27 +138,47 @@ def test_a_spike_is_skipped_by_all_ranks_and_by_a_resumed_run_too(runs):
 
 
 @pytest.mark.ranks
-def test_a_run_goes_back_behind_a_spike_and_is_then_one_that_never_saw_its_samples(runs):
+@pytest.mark.parametrize(("zero", "ranks"), [(1, 2), (0, 1)])
+def test_a_run_goes_back_behind_a_spike_and_is_then_one_that_never_saw_its_samples(runs, zero, ranks):
     """From step 13 back to step 10, on with sample 104: to the last bit the run that a copy of that checkpoint becomes when
     its position in the corpus is moved there."""
-    rewind = ["train.spikes=rewind", "checkpoint.keep=9", "corpus.workers=1"]
-    spiky(runs, "rewound", SPIKE, *rewind, ranks=2)
+    rewind = ["train.spikes=rewind", "checkpoint.keep=9", "corpus.workers=1", f"parallel.zero={zero}"]
+    spiky(runs, "rewound", SPIKE, *rewind, ranks=ranks)
     records = runs.records("rewound")
     assert [r["step"] for r in records] == list(range(1, 21))
     assert [r["skipped"] for r in records] == [0] * 10 + [1] * 10
     (told,) = events(runs, "rewound", "rewound")
     assert "back to step 10, and on with other samples (global samples 96 to 103" in told
 
-    shutil.copytree(runs.path("rewound"), runs.path("moved"))
-    for step in (15, 20):
-        shutil.rmtree(runs.path("moved") / "checkpoints" / f"step-{step}")
-    move(runs.path("moved") / "checkpoints" / "step-10", consumed=104)
-    runs.train("moved", *SETTINGS, *rewind, ranks=2, options=["--resume", "auto"])
+    at_step_10(runs, "rewound", "moved", consumed=104)
+    runs.train("moved", *SETTINGS, *rewind, ranks=ranks, options=["--resume", "auto"])
     moved = runs.records("moved")
     for key in ("loss", "grad_norm", "tokens", "lr", "depths"):
         assert [r[key] for r in moved] == [r[key] for r in records], key
     ours, theirs = runs.weights("rewound", 20), runs.weights("moved", 20)
     assert all((ours[n] == theirs[n]).all() for n in ours)
+
+
+@pytest.mark.ranks
+def test_a_run_that_is_to_stop_at_a_spike_leaves_it_to_the_next_one(runs):
+    """Its first step, 11, is the spike, and its time is up: there is nothing new to save. The run after it goes back, too."""
+    rewind = ["train.spikes=rewind", "checkpoint.keep=9"]
+    spiky(runs, "calm", [80], *rewind)
+    at_step_10(runs, "calm", "stopped")
+    spiky(runs, "stopped", [80], *rewind, "train.max_time=0.5", options=["--resume", "auto"], exit_code=75)
+    assert [e["kind"] for e in runs.journal("stopped")][-2:] == ["rewound", "stopped"]
+    assert [r["step"] for r in runs.records("stopped")] == list(range(1, 11))
+    spiky(runs, "stopped", [80], *rewind, options=["--resume", "auto"])
+    for key in ("loss", "grad_norm", "tokens", "skipped"):
+        assert [r[key] for r in runs.records("stopped")] == [r[key] for r in runs.records("calm")], key
+
+
+def at_step_10(runs: Runs, name: str, copy: str, **counters: int) -> None:
+    """A copy of a run whose newest checkpoint is that of step 10."""
+    shutil.copytree(runs.path(name), runs.path(copy))
+    for step in (15, 20):
+        shutil.rmtree(runs.path(copy) / "checkpoints" / f"step-{step}")
+    move(runs.path(copy) / "checkpoints" / "step-10", **counters)
 
 
 def move(checkpoint: Path, **counters: int) -> None:
