@@ -27,11 +27,15 @@ def load(path: str | Path) -> LoopedModel:
 def train(config: str | Path, overrides: Sequence[str] = (), *, resume: str | None = None) -> Outcome:
     """Trains as the YAML file ``config`` says, with ``section.key=value`` overrides; ``resume`` as on the command line.
 
-    Raises :class:`loopscale.errors.ConfigError` with every problem of the configuration at once.
+    For the main thread: while it runs, a signal means what it means to the command, and may end the process. Raises
+    :class:`loopscale.errors.ConfigError` with every problem of the configuration at once.
     """
     from pathlib import Path
 
     from loopscale.config import Config, load
     from loopscale.train.run import train
+    from loopscale.train.signals import StopRequest
 
-    return train(load(Config, config, overrides), stem=Path(config).stem, resume=resume)
+    loaded = load(Config, config, overrides)
+    with StopRequest(loaded.config.train.grace) as stop:
+        return train(loaded, stop, stem=Path(config).stem, resume=resume)

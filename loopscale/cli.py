@@ -24,12 +24,11 @@ Pretrain looped language models: one shared transformer block applied R times.
   report RUN               one HTML page
   doctor                   what is installed, and what each absence costs
 """
-INTERRUPTED = 75
-"""Exit code of a run that a signal stopped after it had saved: run it again with --resume auto (EX_TEMPFAIL)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 1 for faults, 2 for a user's mistakes."""
+    """Runs one command; returns its exit code: 0, 1 for faults, 2 for a user's mistakes, 75 for a run that goes on with
+    --resume auto."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     overrides = [a for a in rest if not a.startswith("-")] if hasattr(options, "overrides") else []
@@ -234,9 +233,15 @@ def _train(options: argparse.Namespace) -> int:
 
         print(dry_run(loaded.config, options.nodes, options.per_node))  # type: ignore[attr-defined]
         return 0
+    from loopscale.train.signals import INTERRUPTED, StopRequest
+
+    stop = StopRequest(loaded.config.train.grace)  # type: ignore[attr-defined]
+    stop.listen()  # to the end of the process: its imports and its end take seconds, too
     from loopscale.train.run import train
 
-    outcome = train(loaded, stem=options.config.stem, resume=options.resume, init=options.init, profile=options.profile)  # type: ignore[arg-type]
+    outcome = train(
+        loaded, stop, stem=options.config.stem, resume=options.resume, init=options.init, profile=options.profile  # type: ignore[arg-type]
+    )  # fmt: skip
     return 0 if outcome.finished else INTERRUPTED
 
 

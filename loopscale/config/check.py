@@ -280,6 +280,11 @@ def _run(config: Config) -> Iterator[Problem]:
             f"is {stuck_after}, but after parallel.timeout {timeout} seconds without an answer the run has ended; use half of "
             f"that, or a longer timeout",
         )
+    if config.train.spikes == "rewind" and config.checkpoint.every == 0:
+        yield Problem(
+            "train.spikes",
+            "rewind goes back to a checkpoint, and checkpoint.every 0 makes none; use skip, or checkpoint.every=100",
+        )
     optimizer = config.optimizer
     if optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay_share > 1:
         yield Problem(

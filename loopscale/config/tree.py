@@ -290,7 +290,8 @@ class TrainConfig(Section):
     steps: PositiveInt = 500
     """Optimizer steps."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute type of the visits; parameters and gradients are fp32. `auto`: bf16 on a GPU, fp32 on a CPU."""
+    """Compute type of the visits; parameters and gradients are fp32. `auto`: bf16 on a GPU, fp32 on a CPU. Both have the
+    range of fp32, so there is no loss scaling."""
     recompute: Literal["none", "visit", "layer"] = "none"
     """What is computed again just before its backward, rather than kept: nothing, a whole visit (its input is kept), or
     each layer (its input is kept)."""
@@ -301,7 +302,22 @@ class TrainConfig(Section):
     loss_chunk: PositiveInt = 1024
     """Tokens whose logits exist at once."""
     bad_steps: PositiveInt = 5
-    """Non-finite steps in a row, each skipped, after which the run stops."""
+    """Bad steps in a row, each skipped on all ranks, after which the run stops: those with a non-finite loss or gradient,
+    and loss spikes. RUN/skipped/step-N.json has a skipped step's samples, and what was not finite first."""
+    spikes: Literal["ignore", "skip", "rewind"] = "ignore"
+    """Train on a step whose loss is a spike; or drop its update; or go back to the newest checkpoint (where there is none
+    yet, drop it) and read on behind the spike's samples, so that what led there is done again on other samples."""
+    spike_threshold: PositiveFloat = 6.0
+    """A loss is a spike this many standard deviations (1.4826 times the median absolute deviation) above the median of the
+    last good steps, losses of a depth compared with those of that depth."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Good steps that spikes are judged by; until there are half as many, nothing is a spike."""
+    max_time: PositiveFloat | None = None
+    """Seconds after its start at which the process must be gone, imports included: the run saves and stops by itself, as at
+    a signal, while there is time for it. Give less than the scheduler's limit. YAML reads 1:30:00 as 5400."""
+    grace: PositiveFloat = 120.0
+    """Seconds that a signal leaves: for the rest of the step and a checkpoint. Then the process ends at once, and the last
+    checkpoint stands. Give what the scheduler gives (SLURM 30 between its signal and its kill, or as --signal asks for)."""
     stuck_after: NonNegativeInt | None = None
     """Seconds without a new step, of several ranks, after which rank 0 says who waits for whom, on the terminal and in the
     run's stuck.txt; a save or a validation counts by itself. Unset: half of `parallel.timeout`; 0: never."""

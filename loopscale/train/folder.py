@@ -3,6 +3,7 @@
 config.yaml  manifest.json  code/          what runs, written at every start
 metrics.jsonl  journal.jsonl  events/  wandb/   what it tells
 crash.json  stuck.txt                 why it ended, and who waited for whom when a step took too long
+skipped/step-N.json                        about a bad step
 checkpoints/step-N/  checkpoints/best  evaluations/  report.html
 """
 
@@ -160,8 +161,8 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
 FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed")
 """What a resumed run keeps: what it is, and what it reads next."""
 QUIET = (
-    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "train.stuck_after",
-    "parallel.", "checkpoint.",
+    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "train.max_time",
+    "train.grace", "train.stuck_after", "parallel.", "checkpoint.",
 )  # fmt: skip
 """What may change without changing the run."""
 

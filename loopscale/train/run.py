@@ -6,8 +6,8 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,21 @@ from loopscale.config import Batch, Config, Loaded, settle
 from loopscale.corpus.batches import StepBatch, batches, collate
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
-from loopscale.depth import make_prior
+from loopscale.depth import GroupSums, make_prior
 from loopscale.diagnostics import memory
 from loopscale.diagnostics.norms import NormMeter
 from loopscale.environment.compute import compute_type, matmul_rate, set_threads
 from loopscale.environment.kernels import choose_kernels
-from loopscale.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Problem, UsageError
+from loopscale.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    Problem,
+    UsageError,
+    describe_fault,
+)
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.inputs import Inputs
@@ -36,17 +45,22 @@ from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
 from loopscale.parallel.waits import Waits
 from loopscale.parallel.zero import load_deepspeed
+from loopscale.train import dropped, snapshot
 from loopscale.train import folder as folders
-from loopscale.train import snapshot
 from loopscale.train.banner import Setting, banner, done_line, facts, memory_line
+from loopscale.train.limit import TimeLimit
 from loopscale.train.measure import measured_slices
 from loopscale.train.memory import Planned, check_fits, explain, is_out_of_memory
 from loopscale.train.profile import profiler
 from loopscale.train.signals import StopRequest
 from loopscale.train.snapshot import Progress
+from loopscale.train.spikes import Spike, find_spike, losses_of
 from loopscale.train.step import StepResult, TrainStep
 from loopscale.train.stragglers import Stragglers
 from loopscale.train.telemetry import Telemetry, new_run_id
+
+SAVED_BYTES = 12
+"""Of a checkpoint, per parameter: itself and two moments, fp32."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +70,23 @@ class Outcome:
     folder: Path
     step: int
     finished: bool
-    """False when a signal stopped it."""
+    """False when a signal or a limit of time stopped it."""
     validation: dict[int, float]
     """Held-out loss by depth, nats per token, if the run finished."""
 
 
 def train(
-    loaded: Loaded[Config], *, stem: str = "run", resume: str | None = None, init: str | Path | None = None, profile: bool = False
+    loaded: Loaded[Config],
+    stop: StopRequest,
+    *,
+    stem: str = "run",
+    resume: str | None = None,
+    init: str | Path | None = None,
+    profile: bool = False,
 ) -> Outcome:
-    """Trains as configured. With ``resume`` goes on from a checkpoint (see :func:`loopscale.train.folder.choose`); with
-    ``init`` a new run starts from the weights of a run's newest checkpoint, or of one checkpoint.
+    """Trains as configured, until it is done or ``stop`` asks to stop. With ``resume`` goes on from a checkpoint (see
+    :func:`loopscale.train.folder.choose`); with ``init`` a new run starts from the weights of a run's newest checkpoint, or
+    of one checkpoint.
 
     Every rank of a job calls it. Raises :class:`LoopscaleError` of the kind that fits what went wrong.
     """
@@ -75,21 +96,21 @@ def train(
     set_threads(loaded.config.train.threads, mesh.local_size)
     try:
         meshes.require_same(loaded.config)
-        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run, StopRequest() as stop:
+        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run:
             return run.go(stop, profile)
     except Exception as error:
-        with StopRequest():  # torchrun ends the others at once when one has died: they say why first
-            if "DataLoader worker" in str(error):  # raised by torch's handler of dead children, wherever it interrupts
-                lost = DataError(
-                    "a process that reads the corpus was killed, perhaps for want of memory; start again with --resume auto, "
-                    f"and with fewer corpus.workers than {loaded.config.corpus.workers} if it happens again"
-                )
-                mesh.watch.stopped(lost.with_traceback(error.__traceback__))
-                raise lost from None
-            if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
-                sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
-                raise ClusterError(f"{sentence}; start again with --resume auto") from None
-            mesh.watch.stopped(error)
+        stop.fail()  # torchrun ends the others at once when one has died: they say why first
+        if "DataLoader worker" in str(error):  # raised by torch's handler of dead children, wherever it interrupts
+            lost = DataError(
+                "a process that reads the corpus was killed, perhaps for want of memory; start again with --resume auto, "
+                f"and with fewer corpus.workers than {loaded.config.corpus.workers} if it happens again"
+            )
+            mesh.watch.stopped(lost.with_traceback(error.__traceback__))
+            raise lost from None
+        if isinstance(error, RuntimeError) and mesh.world > 1 and meshes.is_lost_contact(error):
+            sentence = mesh.watch.explain(error, loaded.config.parallel.timeout)
+            raise ClusterError(f"{sentence}; start again with --resume auto") from None
+        mesh.watch.stopped(error)
         raise
     finally:
         mesh.watch.close()
@@ -118,6 +139,7 @@ class Run:
         place = folders.past(self.folder, config, resume)
         self.storage = storage_of(self.folder, config.checkpoint.folder)
         self.saver = Saver(self.storage, config.checkpoint, config.parallel.timeout)
+        self.limit = TimeLimit(config.train.max_time, SAVED_BYTES * self.counts.total)
         self._retry_save_at: int | None = None
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
         self.matmul_rate: float | None = None
@@ -143,40 +165,53 @@ class Run:
         return outcome
 
     def _go(self, stop: StopRequest, profile: bool) -> Outcome:
-        config, progress = self.config, self.progress
+        config = self.config
         validation: dict[int, float] = {}
         window = _Window(self.mesh.waits)
         self.memory.begin()
+        stop.begin()
         with contextlib.closing(self._data()) as data, profiler(self.folder, profile and self.mesh.is_main) as profiled:
             for batch in data:
-                last = progress.step + 1 == config.train.steps
-                validated = last or _due(progress.step + 1, config.validation.every)
-                logged = validated or _due(progress.step + 1, config.log.every)
+                step = self.progress.step + 1
+                last = step == config.train.steps
+                validated = last or _due(step, config.validation.every)
+                logged = validated or _due(step, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
                 observe = meter.observe if meter is not None and self._sees_tokens else None
+                reason = stop.name or self.limit.reason()
                 with self._explaining():
-                    result = self.step(progress.step, batch, stop=stop.name is not None, observe=observe)
+                    result = self.step(
+                        step - 1, batch, stop=reason is not None, observe=observe,
+                        find_spike=None if config.train.spikes == "ignore" else self._find_spike,
+                    )  # fmt: skip
                 window.add(result, sum(self._flops(w) for w in result.work) / len(result.work))
                 self._count(result, batch)
+                went_back = self._handle_skipped(result, batch) if result.skipped else False
                 profiled()
-                if validated:
-                    with window.aside(), self.memory.aside():
-                        validation = self._validate()
-                        self._measure_matmul_rate()
-                if meter is not None:
-                    self._log(result, meter, window, validation if validated else {})
-                    window = _Window(self.mesh.waits)
-                    self.memory.begin()
-                self.telemetry.advance(progress.step)
-                stopping = result.stop_ranks > 0 and not last
                 self._hear_of_save()
-                if last or stopping or _due(progress.step, config.checkpoint.every) or progress.step == self._retry_save_at:
-                    with window.aside(), self.memory.aside():
-                        self._save(validation if validated else {}, must=last or stopping)
+                stopping = result.stop_ranks > 0 and (went_back or not last)
                 if stopping:
-                    reason = f"asked to stop by {stop.name or 'a signal to another rank'}; go on with --resume auto"
-                    self.telemetry.event("stopped", progress.step, reason)
-                    return Outcome(self.folder, progress.step, False, {})
+                    reason = self._agreed(reason, stop)
+                if went_back:
+                    window, validation = _Window(self.mesh.waits), {}
+                    self.memory.begin()
+                else:
+                    if validated:
+                        with window.aside(), self.memory.aside():
+                            validation = self._validate()
+                            self._measure_matmul_rate()
+                    if meter is not None:
+                        self._log(result, meter, window, validation if validated else {})
+                        window = _Window(self.mesh.waits)
+                        self.memory.begin()
+                    self.telemetry.advance(step)
+                    if last or stopping or _due(step, config.checkpoint.every) or step == self._retry_save_at:
+                        with self.limit.aside(), window.aside(), self.memory.aside():
+                            self._save(validation if validated else {}, must=last or stopping)
+                if stopping:
+                    self.telemetry.event("stopped", self.progress.step, f"asked to stop by {reason}; go on with --resume auto")
+                    return Outcome(self.folder, self.progress.step, False, {})
+        progress = self.progress
         validation = validation or self._validate()
         if self.optimizer.applied_steps == 0:
             raise NumericsError(
@@ -197,7 +232,12 @@ class Run:
         return self.mesh.reads or (self.mesh.is_home and self.mesh.sequence_parallel)
 
     def _data(self) -> Generator[StepBatch, None, None]:
-        """Steps' data: one rank of a replica reads it, and hands it to the others."""
+        """Steps' data, to the last step; anew from where the run stands when it has gone back."""
+        while self.progress.step < self.config.train.steps:
+            yield from self._data_until_it_goes_back()
+
+    def _data_until_it_goes_back(self) -> Generator[StepBatch, None, None]:
+        """One rank of a replica reads, and hands the data to the others."""
         config, left = self.config.corpus, self.config.train.steps - self.progress.step
         with contextlib.ExitStack() as stack:
             if self.mesh.reads:
@@ -211,31 +251,96 @@ class Run:
                 self.mesh.watch.begin(f"step {step + 1}", step + 1)
                 self.mesh.watch.doing = f"reading the data of step {step + 1}"
                 yield meshes.on_reader(self.mesh, lambda: next(reader))
+                if self.progress.step <= step:
+                    return
+
+    def _agreed(self, reason: str | None, stop: StopRequest) -> str:
+        """Why the run stops, of the ranks that know; each has the grace of a signal if any got one. A collective."""
+        reasons = meshes.gather_objects((reason, stop.name is not None))
+        if any(by_signal for _, by_signal in reasons):
+            stop.begin_grace()
+        rank, first = next((rank, reason) for rank, (reason, _) in enumerate(reasons) if reason is not None)
+        return first if self.mesh.world == 1 else f"{first} (rank {rank})"
+
+    # ---- counters, and steps that are skipped
 
     def _count(self, result: StepResult, batch: StepBatch) -> None:
-        """Advances the counters; a skipped step reads its samples too, and enough in a row end the run."""
+        """Advances the counters; a skipped step reads its samples too."""
         progress = self.progress
         progress.step += 1
         progress.consumed = batch.end
         progress.elapsed = time.monotonic() - self.started
-        if not result.bad_ranks:
-            progress.tokens += sum(g.tokens for g in result.groups)
-            progress.bad_in_a_row = 0
+        if result.skipped:
+            progress.skipped += 1
+            progress.bad_in_a_row += 1
             return
-        progress.skipped += 1
-        progress.bad_in_a_row += 1
+        progress.tokens += sum(g.tokens for g in result.groups)
+        if progress.step > progress.went_back_from:
+            progress.bad_in_a_row = 0
+        settings = self.config.train
+        remembered = [] if settings.spikes == "ignore" else [*progress.losses, losses_of(result.groups)]
+        progress.losses = remembered[-settings.spike_window :]
+
+    def _find_spike(self, groups: Sequence[GroupSums]) -> Spike | None:
+        settings = self.config.train
+        return find_spike(losses_of(groups), self.progress.losses, settings.spike_threshold, settings.spike_window)
+
+    def _handle_skipped(self, result: StepResult, batch: StepBatch) -> bool:
+        """Tells and keeps what was skipped, ends the run after too many in a row, and goes back where that is asked for:
+        then it returns True."""
+        progress, settings, spike = self.progress, self.config.train, result.spike
+        first, path = dropped.first_bad(result.ranks), dropped.path_of(self.folder, progress.step)
+        began = "" if first is None else f"; first {dropped.in_words(first)}"
+        reason = f"non-finite loss or gradient on {result.bad_ranks} of {self.mesh.world} ranks"
+        if spike is not None:
+            reason = f"loss spike, {spike.excess:.3g} nats above what its depths let expect ({spike.allowed:.3g} allowed)"
+        if self.mesh.is_main:
+            self._keep_skipped(path, result, batch, reason)
+        if progress.bad_in_a_row >= settings.bad_steps:
+            lower = f"a lower optimizer.lr than {self.config.optimizer.lr:g}"
+            had, remedy = "a non-finite loss or gradient", lower
+            if spike is not None:
+                had, remedy = "a loss spike", f"{lower} or a larger train.spike_threshold than {settings.spike_threshold:g}"
+            raise NumericsError(
+                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had {had}{began}; {path} has the samples "
+                f"of the last, files beside it those before. With --resume auto and {remedy} it goes on from the last "
+                f"checkpoint, or begins again where none was saved"
+            )
+        went_back = spike is not None and settings.spikes == "rewind" and self._go_back()
+        done = f"back to step {self.progress.step}, and on with other samples" if went_back else "skipped on all"
         depths = ", ".join(str(g.depth) for g in result.groups)
         self.telemetry.event(
-            "skipped", progress.step,
-            f"non-finite loss or gradient on {result.bad_ranks} of {self.mesh.world} ranks: skipped on all "
-            f"(global samples {batch.first} to {batch.end - 1}, depths {depths}, loss {result.loss:g})",
+            "rewound" if went_back else "skipped", progress.step,
+            f"{reason}: {done} (global samples {batch.first} to {batch.end - 1}, depths {depths}, loss {result.loss:g})"
+            f"{began}; see skipped/{path.name}",
         )  # fmt: skip
-        if progress.bad_in_a_row >= self.config.train.bad_steps:
-            raise NumericsError(
-                f"{progress.bad_in_a_row} steps in a row, up to step {progress.step}, had a non-finite loss or gradient. With "
-                f"--resume auto and a lower optimizer.lr than {self.config.optimizer.lr:g} it goes on from the last checkpoint, "
-                f"or begins again where none was saved"
-            )
+        return went_back
+
+    def _keep_skipped(self, path: Path, result: StepResult, batch: StepBatch, reason: str) -> None:
+        """Writes the file about a skipped step; a full disk does not end the run."""
+        loss = result.loss if math.isfinite(result.loss) else None
+        about = dropped.Skipped(self.progress.step, reason, loss, result.draws, (batch.first, batch.end), result.ranks)
+        try:
+            dropped.keep(path, about)
+        except OSError as error:
+            self._warn([f"what was skipped could not be kept: {describe_fault(error)}"])
+
+    def _go_back(self) -> bool:
+        """Goes on from the newest checkpoint, but behind the samples that were read; False where there is none. A collective."""
+        now, self.mesh.watch.doing = self.progress, f"going back from step {self.progress.step}"
+        self._hear_of_save(wait=True)
+        place = folders.past(self.folder, self.config, "auto")
+        if place.checkpoint is None:
+            return False
+        with self.memory.aside():
+            self._go_on_from(place.checkpoint)
+            self.progress = replace(
+                self.progress,
+                consumed=now.consumed, skipped=now.skipped, bad_in_a_row=now.bad_in_a_row, elapsed=now.elapsed,
+                went_back_from=max(now.step, now.went_back_from),
+            )  # fmt: skip
+        meshes.on_main(lambda: self._warn([*place.passed_over, *self._tell_from_here()]))
+        return True
 
     def _validate(self) -> dict[int, float]:
         """Held-out loss at the configured depths, on the first sequences of the validation split."""
@@ -327,6 +432,7 @@ class Run:
 
     def _tell_saved(self, saved: Saved | None) -> None:
         if saved is not None:
+            self.limit.saw_save(saved.seconds)
             took = f"{saved.size / 1e6:.0f} MB, {saved.seconds:.1f} s"
             self.telemetry.event("saved", self.progress.step, f"checkpoints/step-{saved.step} ({took})")
 
@@ -423,20 +529,28 @@ class Run:
     def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: str | Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""
         resumed = self.progress.step
-        aside = folders.set_aside_later(self.storage, resumed)
-        shutil.rmtree(self.folder / "fetched", ignore_errors=True)
         folders.describe(self.folder, self.config, loaded.origins, facts(self.setting, self.matmul_rate))
-        self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=resumed)
+        aside = self._tell_from_here()
         for line in banner(self.setting):
             self.telemetry.event("start", resumed, line)
-        for note in (*notes, *self._without_effect()):
-            self.telemetry.event("warning", resumed, note)
-        if aside:
-            self.telemetry.event("warning", resumed, f"set aside, for this run goes on from before: {', '.join(aside)}")
+        self._warn([*notes, *self._without_effect(), *aside])
         if checkpoint is not None:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
         elif init is not None:
             self.telemetry.event("init", resumed, f"weights from {init}")
+
+    def _tell_from_here(self) -> list[str]:
+        """Opens the sinks anew where the run stands, on rank 0: of what lies beyond, records are cut and checkpoints set
+        aside. Returns what there is to say about it."""
+        self.telemetry.close()
+        aside = folders.set_aside_later(self.storage, self.progress.step)
+        shutil.rmtree(self.folder / "fetched", ignore_errors=True)
+        self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=self.progress.step)
+        return [f"set aside, for this run goes on from before: {', '.join(aside)}"] if aside else []
+
+    def _warn(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.telemetry.event("warning", self.progress.step, note)
 
     def _without_effect(self) -> Iterator[str]:
         """Settings that change nothing here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from loopscale.model.weights import Holder
 from loopscale.parallel.mesh import Mesh
 from loopscale.parallel.zero import ZeroOptimizer
 from loopscale.train import folder as folders
+from loopscale.train.spikes import StepLosses
 
 
 @dataclass
@@ -34,7 +35,13 @@ class Progress:
     tokens: int = 0
     """Scored tokens trained on."""
     skipped: int = 0
+    """Steps whose update was dropped, those included that the run then went back from."""
     bad_in_a_row: int = 0
+    """Of these, the last ones with no good step between them; steps that are done again do not count as good."""
+    went_back_from: int = 0
+    """The last step behind which the run went back to a checkpoint."""
+    losses: list[StepLosses] = field(default_factory=list)
+    """Of the last good steps, as far back as loss spikes are judged by them."""
     elapsed: float = 0.0
     """Seconds, those before a resume included."""
     run_id: str = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from loopscale.parallel.ring.execute import Observer, Task, execute
 from loopscale.parallel.ring.plan import Operation, Plan, Work
 from loopscale.parallel.watch import Watch
 from loopscale.parallel.zero import ZeroOptimizer
+from loopscale.train.dropped import describe_rank
 from loopscale.train.replicas import check_replicas
 from loopscale.train.schedule import share_of_peak
+from loopscale.train.spikes import Spike
 
 KEPT_PLANS = 64
 """Plans that are kept for steps of the same depths."""
@@ -49,8 +52,17 @@ class StepResult:
     """Work of this rank's microbatches."""
     bad_ranks: int
     """Ranks that met a non-finite loss or gradient; above 0 the step was skipped everywhere."""
+    spike: Spike | None
+    """Set when the step was skipped everywhere for its loss."""
+    ranks: list[dict[str, Any]]
+    """Of a skipped step, what each rank met, see :mod:`loopscale.train.dropped`; else empty."""
     stop_ranks: int
     """Ranks that were asked to stop."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was dropped."""
+        return self.bad_ranks > 0 or self.spike is not None
 
     @property
     def loss(self) -> float:
@@ -89,8 +101,20 @@ class TrainStep:
         self._plans = Planner(ring)
         self._plan_compared = False
 
-    def __call__(self, step: int, data: StepBatch, *, stop: bool = False, observe: Observer | None = None) -> StepResult:
-        """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective."""
+    def __call__(
+        self,
+        step: int,
+        data: StepBatch,
+        *,
+        stop: bool = False,
+        observe: Observer | None = None,
+        find_spike: Callable[[Sequence[GroupSums]], Spike | None] | None = None,
+    ) -> StepResult:
+        """Runs step ``step`` (0-based) on this rank's share of the global batch. A collective.
+
+        The update is dropped on all ranks where a loss or gradient is not finite on any, or where ``find_spike``, which
+        hears the sums of all ranks and answers alike on each, finds one.
+        """
         config, groups, mesh = self.config, self.batch.groups, self.mesh
         mesh.watch.doing = f"adding up the tokens of step {step + 1}"
         draws = draws_at(config, self.batch, self.law, step)
@@ -120,7 +144,10 @@ class TrainStep:
         last_exit, terms, (bad_ranks, stop_ranks) = sums.split((groups, len(terms), 2))
 
         told = tuple(GroupSums(r, float(s), int(n)) for r, s, n in zip(depths, last_exit, scored, strict=True))
-        if bad_ranks:
+        spike = None if bad_ranks or find_spike is None else find_spike(told)
+        ranks = list[dict[str, Any]]()
+        if bad_ranks or spike is not None:
+            ranks = gather_objects(describe_rank(mesh, self.batch.microbatches_per_group, tasks, outcomes, self.trained))
             self.optimizer.drop_gradients()
         else:
             self.law.update(told)
@@ -131,10 +158,12 @@ class TrainStep:
             terms=dict(zip(self.term_names, terms.tolist(), strict=True)),
             draws=tuple(chain.from_iterable(draws)),
             groups=told,
-            grad_norm=None if bad_ranks else self.optimizer.step(share),
+            grad_norm=None if ranks else self.optimizer.step(share),
             lr=share * config.optimizer.lr,
             work=work,
             bad_ranks=int(bad_ranks),
+            spike=spike,
+            ranks=ranks,
             stop_ranks=int(stop_ranks),
         )
 

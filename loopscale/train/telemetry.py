@@ -69,7 +69,7 @@ class Telemetry:
         self._tell("log", _finite(record))
 
     def event(self, kind: str, step: int, message: str) -> None:
-        """Tell that something happened: ``kind`` is resumed, skipped, saved, warning, …"""
+        """Tell that something happened: ``kind`` is resumed, skipped, rewound, saved, warning, …"""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._tell("event", {"time": now, "kind": kind, "step": step, "message": message})
 

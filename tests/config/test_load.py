@@ -54,6 +54,7 @@ WRONG = {
     "a remote corpus without cache": ("corpus: {path: 's3://bucket/corpus'}", "corpus.cache", "must name a local folder"),
     "a warning after the end": ("train: {stuck_after: 600}", "train.stuck_after", "is 600, but after parallel.timeout 600 seconds without an answer"),
     "a schedule longer than the run": ("optimizer: {warmup: 0.6, decay_share: 0.6}", "optimizer.decay_share", "together exceed the whole run"),
+    "nothing to go back to": ("train: {spikes: rewind}\ncheckpoint: {every: 0}", "train.spikes", "rewind goes back to a checkpoint, and checkpoint.every 0 makes none; use skip"),
     "a mean beyond the cap": ("depth: {mean: 80}", "depth.mean", "is 80, above depth.cap 64"),
 }  # fmt: skip
 
@@ -134,6 +135,13 @@ def test_files_that_cannot_be_read_as_text(tmp_path):
         load(Config, path)
     with pytest.raises(UsageError, match="is a folder"):
         load(Config, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["5400", "1:30:00", "5.4e3"])
+def test_a_limit_of_time_is_seconds_or_as_yaml_writes_times(tmp_path, text):
+    path = written(tmp_path, GOOD + f"train: {{max_time: {text}}}\n")
+    assert load(Config, path).config.train.max_time == 5400
+    assert load(Config, path, [f"train.max_time={text}"]).config.train.max_time == 5400
 
 
 def test_merge_keys_and_an_empty_base_are_yaml_as_usual(tmp_path):

@@ -25,6 +25,7 @@ from loopscale.depth import make_prior
 from loopscale.model.flops import count
 from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh, gather_objects, sum_over_replicas, sum_over_tensor_ranks
+from loopscale.train.dropped import first_bad, in_words
 from loopscale.train.step import TrainStep
 from tests.holding import gather_shares, split
 
@@ -290,25 +291,29 @@ def test_however_optimizer_state_lies_the_weights_and_clip_norms_are_those_of_on
         assert worst[1] <= TOLERANCE, worst
 
 
-def skipped(mesh: Mesh, config: Config) -> tuple[int, float | None, int, bool]:
-    """(ranks that met it, gradient norm, applied steps, whether weights stayed) of a step in which the last rank finds NaN in
-    one of its microbatches."""
+def skipped(mesh: Mesh, config: Config) -> tuple[int, float | None, int, bool, str]:
+    """(ranks that met it, gradient norm, applied steps, whether weights stayed, where it began) of a step in which the last
+    rank finds NaN in one of its microbatches, in the gradient of queries, keys and values of the last core layer."""
     batch = settle(config.batch, config.depth.groups, mesh.data_size)
     train = TrainStep(config, batch, Ring.of(config, count(config.model, LENGTH)), mesh)
     before = [p.detach().clone() for p in train.stage.parameters()]
     uses = itertools.count(1)
     if mesh.rank == mesh.world - 1:
-        next(train.stage.core_block.parameters()).register_hook(lambda g: g * torch.nan if next(uses) == 2 else g)
+        *_, qkv = (p for n, p in train.stage.core_block.named_parameters() if "linear_qkv" in n)
+        qkv.register_hook(lambda g: g * torch.nan if next(uses) == 2 else g)
     result = train(0, step_batch(config, 0, mesh.data_rank, mesh.data_size))
     stayed = all(torch.equal(a, b) for a, b in zip(before, train.stage.parameters(), strict=True))
-    return result.bad_ranks, result.grad_norm, train.optimizer.applied_steps, stayed
+    began = first_bad(result.ranks)
+    assert began is not None
+    return result.bad_ranks, result.grad_norm, train.optimizer.applied_steps, stayed, in_words(began)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2xPP2", "PP2xDP2", "TP2xDP2"])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all_alike(mesh, ranks, layout):
     config = configuration(Case(layout, "huginn", "drawn", "last", "terminal", False))
-    assert ranks.run(skipped, 4, config, parallel=config.parallel) == [(1, None, 0, True)] * 4
+    began = f"gradient of core.{config.model.core_layers - 1}.q on rank 3, stage {int('PP' in layout)}"
+    assert ranks.run(skipped, 4, config, parallel=config.parallel) == [(1, None, 0, True, began)] * 4
 
 
 @pytest.mark.ranks

@@ -138,6 +138,16 @@ def test_a_run_learns_and_says_so(one_process):
     assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-10", "step-15", "step-20", "best"}
 
 
+def test_the_very_first_update_is_applied(runs):
+    """Adam's first step is lr · g / (|g| + eps): at most lr, and nearly that where the gradient is large."""
+    once = ["train.steps=1", "optimizer.warmup=0", "optimizer.schedule=constant", "optimizer.weight_decay=0"]
+    runs.train("moved", *once)
+    runs.train("stayed", *once, "optimizer.lr=1e-12")
+    moved, stayed = runs.weights("moved", 1), runs.weights("stayed", 1)
+    largest = max((moved[n] - stayed[n]).abs().max().item() for n in moved if n.startswith("weight/"))
+    assert 0.9 * 3e-3 < largest <= 3e-3 * 1.001
+
+
 def test_killed_eight_times_the_curve_is_that_of_the_undisturbed_run(runs, text_corpus):
     """SIGKILL at eight random moments; every loss, also those across the epoch's edge, is the same to the last bit."""
     short_epochs = [
@@ -283,8 +293,8 @@ def test_another_corpus_is_not_resumed_unless_told(runs, tmp_path):
     assert [r["step"] for r in runs.records("moved")] == [1, 2, 3]
 
 
-def faulty(runs: Runs, name: str, steps: str, *overrides: str, exit_code: int = 0) -> str:
-    environment = {"FAULTY_STEPS": steps}
+def faulty(runs: Runs, name: str, steps: str, *overrides: str, exit_code: int = 0, **more: str) -> str:
+    environment = {"FAULTY_STEPS": steps, **more}
     return runs.train(name, *overrides, ranks=2, script=FAULTY_RANK, environment=environment, exit_code=exit_code)
 
 
@@ -302,10 +312,33 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(runs):
     assert "on 1 of 2 ranks: skipped on all (global samples 24 to 31" in events[0]["message"]
 
 
+def test_what_a_bad_step_met_first_is_named_and_its_samples_are_kept(runs, text_corpus):
+    """The loss of one of rank 1's four microbatches is NaN: that of sample 30, the first of the second group that it reads."""
+    settings = ["train.steps=4", "batch.microbatch=1", "checkpoint.every=0"]
+    output = faulty(runs, "named", "3", *settings, FAULTY_SAMPLE="30")
+    assert "; first cross_entropy of microbatch 2 (global samples 30 to 30) on rank 1, stage 0; see skipped/step-4.json" in output
+    kept = json.loads((runs.path("named") / "skipped" / "step-4.json").read_text())
+    assert kept["step"] == 4 and kept["samples"] == [24, 32] and kept["loss"] is None
+    assert kept["depths"] == runs.records("named")[-1]["depths"]
+    good, bad = kept["ranks"]
+    assert [m["samples"] for m in good["microbatches"]] == [[24], [25], [28], [29]]
+    assert [m["samples"] for m in bad["microbatches"]] == [[26], [27], [30], [31]]
+    assert [m["depth"] for m in bad["microbatches"]] == [d for d in kept["depths"] for _ in range(2)]
+    assert [m["terms"]["cross_entropy"] is None for m in bad["microbatches"]] == [False, False, True, False]
+    assert good["bad"] == []
+    assert [b["tensor"] for b in bad["bad"]][:2] == ["cross_entropy of microbatch 2", "gradient of embedding.tokens"]
+    corpus = PackedCorpus(text_corpus, "train", 32)
+    tokens = corpus[Order(len(corpus), 1, 65_536)[30]].tokens
+    about = {"tensor": "cross_entropy of microbatch 2", "microbatch": 2, "samples": [30], "tokens": [tokens[:-1].tolist()]}
+    assert kept["first_bad"] == {**about, "rank": 1, "stage": 0}
+
+
 def test_bad_steps_in_a_row_end_the_run_with_the_reason(runs):
     output = faulty(runs, "bad", "2,3,4,5,6", "train.bad_steps=3", "train.steps=9", "checkpoint.every=2", exit_code=1)
     assert "3 steps in a row, up to step 5, had a non-finite loss or gradient" in output
     assert (runs.path("bad") / "checkpoints" / "step-2").exists()
+    assert {p.name for p in (runs.path("bad") / "skipped").iterdir()} == {f"step-{step}.json" for step in (3, 4, 5)}
+    assert str(runs.path("bad") / "skipped" / "step-5.json") in output
 
 
 TOYS = ["blindspot", "fixedpoint", "huginn", "parcae", "ouro", "dense"]
