@@ -11,6 +11,7 @@ and in that file the box is the fp32 tensor ``weight/core.0.q[0:32,0:64]``. The 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,12 +46,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from loopscale.checkpoint.commit import File, Storage
+from loopscale.checkpoint.commit import File, Storage, read_manifest, read_small
 from loopscale.diagnostics.digest import element_digest
 from loopscale.durable import sync, write_json
 from loopscale.errors import CheckpointError
 
 INDEX = "tensors/index.json"
+INDEX_BYTES = 2**26
+"""An index that is larger is none of ours: some 500,000 boxes."""
 FILE_BYTES = 2**29
 """Largest file, boxes that are larger aside: it is also what a rank on a GPU copies to the CPU at once."""
 
@@ -101,7 +104,7 @@ class StoredTensor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=2)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     boxes: tuple[StoredBox, ...]
 
@@ -110,29 +113,52 @@ class StoredTensor(BaseModel):
         return math.prod(self.shape)
 
 
-_INDEX = TypeAdapter(dict[str, StoredTensor])
+Name = Annotated[str, Field(pattern=r"^[a-z_]+/[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=1000)]
+"""``kind/global.name``."""
+_INDEX = TypeAdapter(dict[Name, StoredTensor])
 
 
 def read_index(checkpoint: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint and where their boxes are.
+    """The tensors of a verified checkpoint and where their boxes are.
 
-    Raises :class:`CheckpointError` when the index is not one, or when the boxes of a tensor are not all of it.
+    Raises :class:`CheckpointError` when the index is not one, when the boxes of a tensor are not all of it, each element
+    once, or when their files are not of the checkpoint or too small for them.
     """
+    damaged = f"checkpoint {checkpoint.name} is damaged: {INDEX}"
     try:
-        index = _INDEX.validate_json((checkpoint / INDEX).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX} cannot be read ({_brief(error)})") from None
+        index = _INDEX.validate_json(read_small(checkpoint, INDEX, INDEX_BYTES))
+    except ValidationError as error:
+        raise CheckpointError(f"{damaged} cannot be read ({error.error_count()} mistakes in it)") from None
+    room = {file.name: file.size for file in read_manifest(checkpoint).files}
     for name, tensor in index.items():
         for box in tensor.boxes:
             if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
-                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} has other axes")
+                raise CheckpointError(f"{damaged}: a box of {name} has other axes")
             if any(o + n > whole for o, n, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)):
-                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} lies outside of it")
+                raise CheckpointError(f"{damaged}: a box of {name} lies outside of it")
+            if (file := f"tensors/{box.file}") not in room:
+                raise CheckpointError(f"{damaged}: a box of {name} is in {box.file}, which the manifest does not list")
+            room[file] -= 4 * math.prod(box.sizes)
+            if room[file] < 0:
+                raise CheckpointError(f"{damaged}: {box.file} is too small for the boxes in it")
         if (found := sum(math.prod(b.sizes) for b in tensor.boxes)) != tensor.elements:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.name} is damaged: {INDEX}: boxes of {name} have {found} of {tensor.elements} elements"
-            )
+            raise CheckpointError(f"{damaged}: boxes of {name} have {found} of {tensor.elements} elements")
+        if not _tile(tensor):
+            raise CheckpointError(f"{damaged}: boxes of {name} overlap")
     return index
+
+
+def _tile(tensor: StoredTensor) -> bool:
+    """Whether boxes that lie within a tensor and have as many elements as it has each element once.
+
+    They do when every corner of a box is a corner of another one too, or of the tensor, an even number in all: only then is
+    the number of boxes odd that an element is in, so it is in one at least, and there are no elements left for a second.
+    """
+    odd = set[tuple[int, ...]]()
+    whole = [(0, n) for n in tensor.shape]
+    for spans in (whole, *([(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True)] for b in tensor.boxes)):
+        odd.symmetric_difference_update(itertools.product(*spans))
+    return not odd
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -309,10 +335,11 @@ def stored_slice(source: Any, box: StoredBox, name: str) -> Any:
     return part
 
 
-def problems(index: Mapping[str, StoredTensor], pieces: Sequence[Piece], elsewhere: Collection[str]) -> list[str]:
-    """What keeps ``pieces`` from being read: names that are missing, other shapes, and names of the same kinds that are
-    neither wanted nor ``elsewhere``."""
-    shapes = {p.name: p.shape for p in pieces}
+def problems(
+    index: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], elsewhere: Collection[str] = ()
+) -> list[str]:
+    """What keeps tensors of these ``shapes`` from being read: names that are missing, other shapes, and names of the same
+    kinds that are neither wanted nor ``elsewhere``."""
     found = [f"{name} is missing" for name in shapes if name not in index]
     found += [
         f"{n} has shape {list(index[n].shape)}, the model {list(s)}"
@@ -355,7 +382,3 @@ class _Stored:
 def _box(item: WriteItem, file: str) -> StoredBox:
     chunk = item.tensor_data.chunk  # type: ignore[union-attr]
     return StoredBox(file=file, offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
-
-
-def _brief(error: Exception) -> str:
-    return f"{error.error_count()} mistakes in it" if isinstance(error, ValidationError) else str(error)

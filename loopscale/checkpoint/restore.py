@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from torch import Tensor
 
 from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import MANIFEST, Folder, Storage, storage_at
-from loopscale.checkpoint.parts import Piece
-from loopscale.config import Config, load
+from loopscale.checkpoint.parts import Piece, read_index
+from loopscale.config import Config, from_values, load
 from loopscale.config.tree import ParallelConfig
-from loopscale.errors import UsageError
+from loopscale.errors import CheckpointError, ConfigError, Problem, UsageError
 from loopscale.model.stage import LoopedStage
-from loopscale.model.weights import Holder
+from loopscale.model.weights import Holder, holders
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh
 
@@ -53,16 +52,33 @@ def restore(where: str | Path) -> Restored:
 
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
         checkpoint = find(where, Path(cache))
-        config = load(Config, checkpoint / "config.yaml").config
-        config = config.model_copy(update={"parallel": ParallelConfig()})  # whatever layout it was trained at, one rank holds it
+        config = _config_of(checkpoint).model_copy(update={"parallel": ParallelConfig()})  # one rank holds what many trained
         mesh = meshes.start(config.parallel)
         stage = LoopedStage(
             config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False
         )
         load_weights(checkpoint, stage)
+        store.compare_digests(checkpoint, _weights(stage), add=lambda own: own)  # each rank has the whole model
         tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
         end = end_of_text(tokenizer, checkpoint / "tokenizer.json")
     return Restored(checkpoint.name, _run_of(Path(where), checkpoint), config, stage.requires_grad_(False), mesh, tokenizer, end)
+
+
+def _config_of(checkpoint: Path) -> Config:
+    """Its configuration, which asks for no larger model than its tensors are: it comes with the checkpoint, so it is believed
+    before memory is taken only where they agree."""
+    source = f"config.yaml of {checkpoint.name}"
+    config = from_values(Config, store.load_config(checkpoint), source).config
+    model, index = config.model, read_index(checkpoint)
+    if model.vocab_size is None:
+        raise ConfigError(source, [Problem("model.vocab_size", "must be given")])
+    if (layers := model.prelude_layers + model.core_layers + model.coda_layers) > len(index):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} does not fit the model: it has {len(index)} tensors, the model {layers} layers"
+        )
+    table = holders(model, config.corpus.sequence_length)
+    store.require_shapes(checkpoint, {f"weight/{w.name}": w.shape for holder in table for w in holder.weights})
+    return config
 
 
 def _run_of(where: Path, checkpoint: Path) -> Path | None:
@@ -73,8 +89,11 @@ def _run_of(where: Path, checkpoint: Path) -> Path | None:
 
 def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
     """Sets the stage's weights from a verified checkpoint, strictly."""
-    own = [p for holder, parameter in stage.held() for p in pieces(stage, "weight", holder, 0, parameter.detach().view(-1))]
-    store.load(checkpoint, own, {f"weight/{w.name}" for holder in stage.table for w in holder.weights})
+    store.load(checkpoint, _weights(stage), {f"weight/{w.name}" for holder in stage.table for w in holder.weights})
+
+
+def _weights(stage: LoopedStage) -> list[Piece]:
+    return [p for holder, parameter in stage.held() for p in pieces(stage, "weight", holder, 0, parameter.detach().view(-1))]
 
 
 def pieces(stage: LoopedStage, kind: str, holder: Holder, first: int, flat: Tensor) -> Iterator[Piece]:
@@ -113,6 +132,5 @@ def storage_of(run: Path, folder: str | None = None) -> Storage:
     """Where the run in the folder ``run`` has its checkpoints; ``folder`` is its ``checkpoint.folder``, or what its
     configuration there says."""
     if folder is None and (run / "config.yaml").is_file():
-        written = yaml.safe_load((run / "config.yaml").read_text()) or {}
-        folder = written.get("checkpoint", {}).get("folder")
+        folder = load(Config, run / "config.yaml").config.checkpoint.folder
     return Folder(run / "checkpoints") if folder is None else storage_at(f"{folder.rstrip('/')}/{run.name}")

@@ -44,7 +44,7 @@ class CorpusConfig(Section):
     """A corpus made by `loopscale corpus build`: a local folder, or a URL that mosaicml-streaming can read."""
     cache: str | None = None
     """Local folder for shards of a remote corpus; required when `corpus.path` is a URL."""
-    sequence_length: Annotated[int, Field(ge=2)] = 128
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 20)] = 128
     """Tokens a sequence is predicted over; documents are packed and attention stays within them."""
     workers: NonNegativeInt = 0
     """Reader processes per rank; 0 reads in the training process."""

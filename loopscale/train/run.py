@@ -394,8 +394,8 @@ class Run:
     def _go_on_from(self, checkpoint: Path) -> None:
         """Weights, moments, counters and the law of the depths as a verified checkpoint has them. A collective."""
         state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh)
-        self.progress = snapshot.progress_of(checkpoint, state)
-        self.step.law.load(state["law"])
+        self.progress = state.progress()
+        self.step.law.load(state.law)
 
     def _claimed(self, stem: str, resume: str | None) -> Path:
         """The folder of the run, taken for this process."""
