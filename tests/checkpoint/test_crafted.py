@@ -167,7 +167,12 @@ def test_a_configuration_reads_no_other_file_and_does_not_grow(checkpoint):
     refused(checkpoint, r"its config\.yaml has more than 0\.3 MB")
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b"\x80\x04.", b'{"version": "1.0", "model": {"type": "BPE"}}', b"\xff" * 99])
+PANIC = b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "WordLevel"}}'
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[]", b"\x80\x04.", b'{"version": "1.0", "model": {"type": "BPE"}}', b"\xff" * 99, PANIC]
+)
 def test_a_tokenizer_that_is_none_is_refused(checkpoint, content):
     (checkpoint / "tokenizer.json").write_bytes(content)
     seal(checkpoint)
