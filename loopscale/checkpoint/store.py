@@ -25,14 +25,13 @@ from loopscale.checkpoint.parts import (
     PartReader,
     PartWriter,
     Piece,
-    PieceLoadPlanner,
     PieceSavePlanner,
     hexadecimal,
     problems,
     read_index,
 )
 from loopscale.config.load import parse_yaml
-from loopscale.errors import CheckpointError, UsageError
+from loopscale.errors import CheckpointError, LoopscaleError, UsageError
 from loopscale.parallel.mesh import gather_objects, on_main, sum_over_ranks
 
 STATE_BYTES, CONFIG_BYTES = 2**24, 2**18
@@ -54,8 +53,8 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """As it is now, in CPU memory of its own: training may go on."""
-        state, files = json.loads(json.dumps(self.state)), dict(self.files)
-        return Snapshot(self.step, [replace(p, here=p.here.cpu().clone()) for p in self.pieces], state, files, dict(self.facts))
+        pieces = [replace(p, here=p.here.to("cpu", copy=True)) for p in self.pieces]
+        return Snapshot(self.step, pieces, json.loads(json.dumps(self.state)), dict(self.files), dict(self.facts))
 
 
 def save(
@@ -103,8 +102,8 @@ def save(
         dcp.save({}, storage_writer=writer, planner=PieceSavePlanner(snapshot.pieces), process_group=group)
         notify("tensors")
         return on_main(finish, group)
-    except (UsageError, dcp.api.CheckpointException) as error:  # the latter of BaseException; both on every rank
-        cause = str(error) if isinstance(error, UsageError) else _first(error)
+    except (LoopscaleError, dcp.api.CheckpointException) as error:  # the latter of BaseException; both on every rank
+        cause = str(error) if isinstance(error, LoopscaleError) else _first(error)
         on_main(lambda: storage.abandon(step), group)
         raise CheckpointError(f"checkpoint of step {step} could not be saved: {cause}") from None
 
@@ -137,14 +136,9 @@ def load(checkpoint: Path, pieces: Sequence[Piece], elsewhere: Collection[str] =
 
     Raises :class:`CheckpointError` that lists every name that is missing and every shape that differs.
     """
-    import torch.distributed.checkpoint as dcp
-
     reader = PartReader(checkpoint)
     _raise_problems(checkpoint, problems(reader.index, {p.name: p.shape for p in pieces}, elsewhere))
-    try:
-        dcp.load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"checkpoint {checkpoint} could not be read: {_first(error)}") from None
+    reader.read(pieces)
 
 
 def require_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -214,4 +208,4 @@ def verify(checkpoint: Path) -> None:
 def _first(error: BaseException) -> str:
     failures = getattr(error, "failures", {})
     rank, (cause, _) = next(iter(failures.items())) if failures else (0, (error, None))
-    return f"rank {rank}: {cause}"
+    return f"rank {rank}: {str(cause) or type(cause).__name__}"
