@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.parts import Piece
+from loopscale.checkpoint.parts import Piece, read_index
 from loopscale.checkpoint.restore import pieces
 from loopscale.config import Config
 from loopscale.config.show import differences
@@ -109,8 +109,14 @@ def _pieces(stage: LoopedStage, fragments: Iterable[Fragment]) -> list[Piece]:
 
 def restore(checkpoint: Path, stage: LoopedStage, optimizer: ZeroOptimizer, mesh: Mesh) -> State:
     """Sets weights and moments from a verified checkpoint, strictly, and returns its ``state.json``. A collective."""
-    state = State.of(checkpoint)
-    names = {f"{k}/{w.name}" for k in ("weight", *optimizer.moment_names()) for h in stage.table for w in h.weights}
+    state, moments = State.of(checkpoint), optimizer.moment_names()
+    stored = {name.split("/")[0] for name in read_index(checkpoint)}
+    if missing := [moment for moment in moments if moment not in stored]:
+        raise CheckpointError(
+            f"{checkpoint} has no {' and no '.join(missing)}, which the optimizer of this run goes on from; a new run can start "
+            f"from its weights, with --init {checkpoint}"
+        )
+    names = {f"{k}/{w.name}" for k in ("weight", *moments) for h in stage.table for w in h.weights}
     store.load(checkpoint, _pieces(stage, held(stage, optimizer)), names)
     optimizer.begin_at(state.applied_steps)
     store.compare_digests(checkpoint, own(stage, optimizer, mesh))

@@ -3,7 +3,6 @@ results, nothing in them is executed, and nothing is believed before it has been
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import resource
@@ -28,6 +27,7 @@ from loopscale.inference.load import LoopedModel
 from loopscale.train import snapshot
 from loopscale.train.snapshot import State
 from tests.checkpoint.golden.make import TOKENS
+from tests.checkpoint.sealed import changed, described, seal
 
 GOLDEN = Path(__file__).parent / "golden" / "step-2"
 PART, INDEX = "tensors/rank-00000-000.safetensors", "tensors/index.json"
@@ -38,27 +38,6 @@ Q = "weight/core.0.q"  # two boxes of 4 rows of 8
 def checkpoint(mesh, tmp_path) -> Path:
     shutil.copytree(GOLDEN, tmp_path / "step-2")
     return tmp_path / "step-2"
-
-
-def seal(checkpoint: Path, **more: Any) -> None:
-    """Writes a manifest that fits the files as they are now."""
-    files = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != "manifest.json" and not p.name.startswith(".")]
-    listed = {str(p.relative_to(checkpoint)): described(p.read_bytes()) for p in files}
-    (checkpoint / "manifest.json").write_text(json.dumps({"format": 2, "facts": {}, "files": {**listed, **more}}))
-
-
-def described(content: bytes) -> dict[str, Any]:
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-@contextmanager
-def changed(checkpoint: Path, file: str) -> Iterator[Any]:
-    """The content of a JSON or YAML file, to be changed; the manifest fits it then."""
-    path = checkpoint / file
-    content = yaml.safe_load(path.read_text())
-    yield content
-    path.write_text(json.dumps(content))
-    seal(checkpoint)
 
 
 def use(checkpoint: Path) -> LoopedModel:

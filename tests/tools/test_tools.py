@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.sealed import changed
+
 TOOLS = Path(__file__).parents[2] / "tools"
+GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden" / "step-2"
+
+
+def start(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOLS / script), *arguments], capture_output=True, text=True, timeout=300)
 
 
 def run(script: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, str(TOOLS / script), *arguments], capture_output=True, text=True, timeout=300)
+    done = start(script, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -40,3 +49,35 @@ def test_bf16_visits_with_fp32_sums_stay_as_near_at_32_visits_as_at_one_and_bf16
     assert (one, many) == (1, 32)
     assert ours_32 < 1.35 * ours_1  # seen: 1.2; from 16 visits on it stays
     assert plain_32 > 1.5 * plain_1  # seen: 1.7
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_is_resharded_inspected_and_compared(tmp_path):
+    out = str(tmp_path / "out")
+    assert "in 2 parts (2 files)" in run("reshard.py", str(GOLDEN), out, "--parts", "2", "--memory", "64MiB")
+    assert re.search(r"^weight/core\.0\.q +8×8 .* 2 +1 *$", run("inspect_checkpoint.py", str(GOLDEN)), re.MULTILINE)
+    assert "45 of 45 tensors are equal to the bit" in run("inspect_checkpoint.py", str(GOLDEN), out)
+    weights = json.loads(run("inspect_checkpoint.py", out, "--json", "--no-verify", "--filter", "weight/*"))
+    assert [kind["tensors"] for kind in weights["kinds"]] == [15]
+    shutil.copytree(GOLDEN, tmp_path / "other")
+    with changed(tmp_path / "other", "state.json") as state:
+        state["step"] = 3
+    compared = start("inspect_checkpoint.py", str(GOLDEN), str(tmp_path / "other"))
+    assert compared.returncode == 1
+    assert re.search(r"^state step +2 +3 *$", compared.stdout, re.MULTILINE)
+
+
+@pytest.mark.ranks
+def test_mistakes_and_damage_are_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    none = "is not a whole checkpoint: it has no manifest.json"
+    for script, arguments, code, sentence in (
+        ("reshard.py", [GOLDEN, tmp_path, "--parts", 2], 2, f"{tmp_path} already exists; name a folder that does not"),
+        ("reshard.py", [tmp_path, tmp_path / "out", "--parts", 2], 1, f"error: {tmp_path} {none}"),
+        ("inspect_checkpoint.py", [tmp_path / "file"], 1, f"error: {tmp_path / 'file'} {none}"),
+    ):
+        done = start(script, *map(str, arguments))
+        assert (done.returncode, done.stderr, done.stdout) == (code, f"{sentence}\n", "")
+    wrong = start("reshard.py", str(GOLDEN), "out", "--parts", "2", "--memory", "lots")
+    assert wrong.returncode == 2
+    assert wrong.stderr.endswith("argument --memory: 'lots' is not a size such as 512MiB or 1GiB\n")
