@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import loopscale
@@ -42,12 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")  # of libraries; ours are events of the run
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where there is no GPU
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is told in one sentence, not in stack frames
+    return answer(lambda: options.run(options), options.traceback)
+
+
+def answer(action: Callable[[], int], traceback: bool = False) -> int:
+    """The exit code of ``action``, or of what it raised, which is told in a sentence."""
     from loopscale.errors import LoopscaleError, describe_fault
 
     try:
-        return options.run(options)
+        return action()
     except LoopscaleError as error:
-        if options.traceback:
+        if traceback:
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or error.exit_code != 2:  # a mistake in the configuration is the same on every rank
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if options.traceback:
+        if traceback:
             raise
         print(f"error: {describe_fault(error)}", file=sys.stderr)
         return 1

@@ -28,8 +28,10 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 REQUIRED = ("state.json", "config.yaml", "tensors/index.json")
 """What every checkpoint holds."""
-MANIFEST_BYTES = 2**26
-"""A manifest that is larger is none of ours: some 600,000 files."""
+MANIFEST_BYTES = 2**24
+"""A manifest that is larger is none of ours: some 120,000 files."""
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
+"""Of a file in a checkpoint: no part of it begins with a dot or is empty, so that it leads nowhere else."""
 _WRITING = ".writing"
 
 
@@ -61,15 +63,19 @@ class Manifest:
             content = json.loads(text)
             version, facts = content["format"], dict(content.get("facts", {}))
             files = tuple(File(str(n), int(f["size"]), str(f["sha256"])) for n, f in content["files"].items())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"checkpoint {name} is damaged: {MANIFEST} cannot be read ({error})") from None
+        if not isinstance(version, int):
+            raise CheckpointError(f"checkpoint {name} is damaged: the format in its {MANIFEST} is not a whole number")
         if version != FORMAT_VERSION:
             raise CheckpointError(f"checkpoint {name} has format {version}; this version of loopscale reads {FORMAT_VERSION}")
         if missing := [required for required in REQUIRED if required not in {f.name for f in files}]:
             raise CheckpointError(f"checkpoint {name} is damaged: {MANIFEST} does not list {missing[0]}")
         for file in files:
-            if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
-                raise CheckpointError(f"checkpoint {name} is refused: {MANIFEST} lists {file.name!r}, outside of the checkpoint")
+            if not _NAME.fullmatch(file.name):
+                raise CheckpointError(
+                    f"checkpoint {name} is refused: {MANIFEST} lists {file.name!r}, which cannot be a file within the checkpoint"
+                )
         return cls(files, facts)
 
     def dump(self) -> str:
@@ -289,17 +295,32 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if not path.is_file():
         cut = ", its save was cut short" if checkpoint.name.endswith(_WRITING) else ""
         raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}{cut}")
-    if (size := path.stat().st_size) > MANIFEST_BYTES:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is refused: its {MANIFEST} has {size} bytes")
-    return Manifest.parse(path.read_bytes(), checkpoint.name)
+    return Manifest.parse(read_small(checkpoint, MANIFEST, MANIFEST_BYTES), checkpoint.name)
+
+
+def read_small(checkpoint: Path, name: str, limit: int) -> bytes:
+    """A file of a checkpoint that is read whole; raises :class:`CheckpointError` when it cannot be, or has more than ``limit``
+    bytes, as none of ours has."""
+    try:
+        with (checkpoint / name).open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {name} cannot be read ({error.strerror})") from None
+    if len(content) > limit:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is refused: its {name} has more than {limit / 1e6:.1f} MB")
+    return content
 
 
 def damage(checkpoint: Path, files: Iterable[File]) -> str | None:
-    """Reads ``files`` of a checkpoint against what its manifest says; a sentence on the first one that is damaged."""
+    """Reads ``files`` of a checkpoint against what its manifest says; a sentence on the first one that is damaged, or is a
+    link to what does not belong to the checkpoint."""
+    folder = checkpoint.resolve()
     for file in files:
         path = checkpoint / file.name
         if not path.is_file():
             return f"checkpoint {checkpoint.name} is damaged: {file.name} is missing"
+        if not path.resolve().is_relative_to(folder):
+            return f"checkpoint {checkpoint.name} is refused: {file.name} is a link to outside of it"
         if (size := path.stat().st_size) != file.size:
             return f"checkpoint {checkpoint.name} is damaged: {file.name} has {size} bytes, the manifest says {file.size}"
         if (found := file_digest(path)) != file.sha256:

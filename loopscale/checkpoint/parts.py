@@ -1,7 +1,8 @@
 """Global tensors in files: boxes of them in safetensors files, some a rank, and an index of the boxes in JSON.
 
-torch.distributed.checkpoint plans who writes and reads what; the files are safetensors rather than its pickles, so that
-reading a checkpoint never executes anything, and any tool can look into one. The index is ``tensors/index.json``:
+torch.distributed.checkpoint plans who writes what and which boxes are read; the files are safetensors rather than its
+pickles, so that reading a checkpoint never executes anything, and any tool can look into one. The index is
+``tensors/index.json``:
 
     {"weight/core.0.q": {"shape": [64, 64], "digest": "0f…", "boxes": [
         {"file": "rank-00000-000.safetensors", "offsets": [0, 0], "sizes": [32, 64]}, …]}}
@@ -11,9 +12,12 @@ and in that file the box is the fp32 tensor ``weight/core.0.q[0:32,0:64]``. The 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,20 +25,17 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -45,14 +46,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from loopscale.checkpoint.commit import File, Storage
+from loopscale.checkpoint.commit import File, Storage, read_manifest, read_small
 from loopscale.diagnostics.digest import element_digest
-from loopscale.durable import sync, write_json
+from loopscale.durable import write_json
 from loopscale.errors import CheckpointError
 
 INDEX = "tensors/index.json"
+INDEX_BYTES = 2**26
+"""An index that is larger is none of ours: some 500,000 boxes."""
 FILE_BYTES = 2**29
-"""Largest file, boxes that are larger aside: it is also what a rank on a GPU copies to the CPU at once."""
+"""Largest file, boxes that are larger aside."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,12 @@ class Piece:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     here: Tensor
+    part: int | None = None
+    """In whose files it is saved; None: in those of the rank that has it."""
+
+    def read(self) -> Tensor:
+        """Its values; what is not here yet is fetched."""
+        return self.here
 
     @property
     def index(self) -> MetadataIndex:
@@ -101,7 +110,7 @@ class StoredTensor(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=2)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     boxes: tuple[StoredBox, ...]
 
@@ -109,30 +118,58 @@ class StoredTensor(BaseModel):
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    def metadata(self) -> TensorStorageMetadata:
+        """As torch's planners have it."""
+        chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.boxes]
+        return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(self.shape), chunks)
 
-_INDEX = TypeAdapter(dict[str, StoredTensor])
+
+Name = Annotated[str, Field(pattern=r"^[a-z_]+/[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=1000)]
+"""``kind/global.name``."""
+_INDEX = TypeAdapter(dict[Name, StoredTensor])
 
 
 def read_index(checkpoint: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint and where their boxes are.
+    """The tensors of a verified checkpoint and where their boxes are.
 
-    Raises :class:`CheckpointError` when the index is not one, or when the boxes of a tensor are not all of it.
+    Raises :class:`CheckpointError` when the index is not one, when the boxes of a tensor are not all of it, each element
+    once, or when their files are not of the checkpoint or too small for them.
     """
+    damaged = f"checkpoint {checkpoint.name} is damaged: {INDEX}"
     try:
-        index = _INDEX.validate_json((checkpoint / INDEX).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX} cannot be read ({_brief(error)})") from None
+        index = _INDEX.validate_json(read_small(checkpoint, INDEX, INDEX_BYTES))
+    except ValidationError as error:
+        raise CheckpointError(f"{damaged} cannot be read ({error.error_count()} mistakes in it)") from None
+    room = {file.name: file.size for file in read_manifest(checkpoint).files}
     for name, tensor in index.items():
         for box in tensor.boxes:
             if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
-                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} has other axes")
+                raise CheckpointError(f"{damaged}: a box of {name} has other axes")
             if any(o + n > whole for o, n, whole in zip(box.offsets, box.sizes, tensor.shape, strict=True)):
-                raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {INDEX}: a box of {name} lies outside of it")
+                raise CheckpointError(f"{damaged}: a box of {name} lies outside of it")
+            if (file := f"tensors/{box.file}") not in room:
+                raise CheckpointError(f"{damaged}: a box of {name} is in {box.file}, which the manifest does not list")
+            room[file] -= 4 * math.prod(box.sizes)
+            if room[file] < 0:
+                raise CheckpointError(f"{damaged}: {box.file} is too small for the boxes in it")
         if (found := sum(math.prod(b.sizes) for b in tensor.boxes)) != tensor.elements:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.name} is damaged: {INDEX}: boxes of {name} have {found} of {tensor.elements} elements"
-            )
+            raise CheckpointError(f"{damaged}: boxes of {name} have {found} of {tensor.elements} elements")
+        if not _tile(tensor):
+            raise CheckpointError(f"{damaged}: boxes of {name} overlap")
     return index
+
+
+def _tile(tensor: StoredTensor) -> bool:
+    """Whether boxes that lie within a tensor and have as many elements as it has each element once.
+
+    They do when every corner of a box is a corner of another one too, or of the tensor, an even number in all: only then is
+    the number of boxes odd that an element is in, so it is in one at least, and there are no elements left for a second.
+    """
+    odd = set[tuple[int, ...]]()
+    whole = [(0, n) for n in tensor.shape]
+    for spans in (whole, *([(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True)] for b in tensor.boxes)):
+        odd.symmetric_difference_update(itertools.product(*spans))
+    return not odd
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -172,26 +209,45 @@ class PartWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=f"rank-{rank:05d}") for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, PieceSavePlanner)
-        results, folder = list[WriteResult](), self._storage.writing(self._step)
-        for number, items in enumerate(_files(plan.items)):
-            name = f"{plan.storage_data}-{number:03d}.safetensors"
-            boxes = {item.index: _box(item, name) for item in items}
-            tensors = {box.key(index.fqn): planner.pieces[index].here.cpu() for index, box in boxes.items()}
-            save_file(tensors, folder / "tensors" / name)
-            del tensors
-            sync(folder / "tensors" / name)
-            file = File.of(folder, f"tensors/{name}")
-            self._storage.deliver(self._step, file.name)
-            for index, box in boxes.items():
-                stored = _Stored(box, int(planner.pieces[index].digest()), file)
-                results.append(WriteResult(index, 4 * math.prod(box.sizes), stored))
+        results = list[WriteResult]()
+        for name, pieces in _files(plan.storage_data, [planner.pieces[item.index] for item in plan.items]):
+            results += self._write(name, pieces)
+            self._storage.deliver(self._step, f"tensors/{name}")
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write(self, name: str, pieces: Sequence[Piece]) -> list[WriteResult]:
+        """A safetensors file, one box in memory at a time; its digest is taken of what is handed to the disk."""
+        boxes = [StoredBox(file=name, offsets=piece.offsets, sizes=tuple(piece.here.shape)) for piece in pieces]
+        header, end = dict[str, Any](), 0
+        for piece, box in zip(pieces, boxes, strict=True):
+            begin, end = end, end + piece.here.nbytes
+            header[box.key(piece.name)] = {"dtype": "F32", "shape": box.sizes, "data_offsets": (begin, end)}
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)  # data are aligned
+        digests, sha256 = list[int](), hashlib.sha256()
+        with (self._storage.writing(self._step) / "tensors" / name).open("wb") as out:
+            for content in (len(head).to_bytes(8, "little"), head):
+                out.write(content)
+                sha256.update(content)
+            for piece in pieces:
+                values = piece.read()
+                digests.append(int(element_digest(values, piece.shape, piece.offsets)))
+                flat = values.cpu().contiguous().view(-1).numpy().data
+                out.write(flat)
+                sha256.update(flat)
+            out.flush()
+            os.fsync(out.fileno())
+        file = File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest())
+        return [
+            WriteResult(piece.index, piece.here.nbytes, _Stored(box, digest, file))
+            for piece, box, digest in zip(pieces, boxes, digests, strict=True)
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         boxes, digests, files = dict[str, list[StoredBox]](), dict[str, int](), dict[str, File]()
@@ -212,89 +268,47 @@ class PartWriter(StorageWriter):
         return True
 
 
-class PieceLoadPlanner(DefaultLoadPlanner):
-    """Reads into the pieces that lie here, and only what they need."""
-
-    def __init__(self, pieces: Sequence[Piece]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {p.index: p for p in pieces}
-
-    def create_local_plan(self) -> LoadPlan:
-        by_name: dict[str, list[Piece]] = {}
-        for piece in self._pieces.values():
-            by_name.setdefault(piece.name, []).append(piece)
-        assert self.metadata is not None
-        items = []
-        for name, pieces in by_name.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, stored, [p.chunk for p in pieces])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index].here
-
-
-class PartReader(StorageReader):
+class PartReader:
     """Reads boxes, or parts of boxes, of a verified checkpoint."""
 
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint
         self.index = read_index(checkpoint)
-        self._boxes = {
-            MetadataIndex(name, torch.Size(box.offsets)): box for name, tensor in self.index.items() for box in tensor.boxes
-        }
+        self._stored = {name: tensor.metadata() for name, tensor in self.index.items()}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Fills pieces of tensors that the index has, of the shape that it says, and reads only what they need.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        properties = TensorProperties(torch.float32)
-        tensors = {
-            name: TensorStorageMetadata(
-                properties,
-                torch.Size(tensor.shape),
-                [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.boxes],
-            )
-            for name, tensor in self.index.items()
-        }
-        return Metadata(state_dict_metadata=tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._boxes[item.storage_index].file, []).append(item)
+        Raises :class:`CheckpointError` where a part does not hold what the index promises.
+        """
+        own = dict[str, list[Piece]]()
+        for piece in pieces:
+            own.setdefault(piece.name, []).append(piece)
+        by_file = dict[str, list[tuple[str, ReadItem]]]()
+        for name, wanted in own.items():
+            for item in create_read_items_for_chunk_list(name, self._stored[name], [p.chunk for p in wanted]):
+                by_file.setdefault(self._box(name, item).file, []).append((name, item))
         for file, items in by_file.items():
-            with opened(self._checkpoint, file) as source:
-                for item in items:
-                    box = self._boxes[item.storage_index]
-                    part = stored_slice(source, box, item.storage_index.fqn)
-                    spans = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                    planner.resolve_tensor(item).copy_(part[spans])
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            with self._opened(file) as source:
+                for name, item in items:
+                    part = stored_slice(source, self._box(name, item), name)
+                    here = own[name][item.dest_index.index].here  # type: ignore[index]  # it numbers what it was given
+                    here[_spans(item.dest_offsets, item.lengths)].copy_(part[_spans(item.storage_offsets, item.lengths)])
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    def _box(self, name: str, item: ReadItem) -> StoredBox:
+        return self.index[name].boxes[item.storage_index.index]  # type: ignore[index]
+
+    def _opened(self, file: str) -> Any:
+        """A part, open; its data are read where they are asked for."""
+        try:
+            return safe_open(self._checkpoint / "tensors" / file, "pt")
+        except (OSError, SafetensorError) as error:
+            place = f"checkpoint {self._checkpoint.name} is damaged: tensors/{file}"
+            raise CheckpointError(f"{place} cannot be read ({error})") from None
 
 
-def opened(checkpoint: Path, file: str) -> Any:
-    """A part of a checkpoint, open; its data are read where they are asked for."""
-    try:
-        return safe_open(checkpoint / "tensors" / file, "pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: tensors/{file} cannot be read ({error})") from None
+def _spans(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
 
 
 def stored_slice(source: Any, box: StoredBox, name: str) -> Any:
@@ -309,10 +323,11 @@ def stored_slice(source: Any, box: StoredBox, name: str) -> Any:
     return part
 
 
-def problems(index: Mapping[str, StoredTensor], pieces: Sequence[Piece], elsewhere: Collection[str]) -> list[str]:
-    """What keeps ``pieces`` from being read: names that are missing, other shapes, and names of the same kinds that are
-    neither wanted nor ``elsewhere``."""
-    shapes = {p.name: p.shape for p in pieces}
+def problems(
+    index: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], elsewhere: Collection[str] = ()
+) -> list[str]:
+    """What keeps tensors of these ``shapes`` from being read: names that are missing, other shapes, and names of the same
+    kinds that are neither wanted nor ``elsewhere``."""
     found = [f"{name} is missing" for name in shapes if name not in index]
     found += [
         f"{n} has shape {list(index[n].shape)}, the model {list(s)}"
@@ -329,16 +344,21 @@ def hexadecimal(digest: int) -> str:
     return f"{digest % 2**64:016x}"
 
 
-def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Items in order, as many in a file as it may hold."""
-    batch, held = list[WriteItem](), 0
-    for item in items:
-        size = 4 * math.prod(item.tensor_data.chunk.sizes)  # type: ignore[union-attr]
-        if batch and held + size > FILE_BYTES:
+def _files(rank: int, pieces: Iterable[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+    """The names of a rank's files, and what goes into them: pieces in order, as many in a file as it may hold."""
+    for part, own in itertools.groupby(pieces, lambda piece: rank if piece.part is None else piece.part):
+        for number, batch in enumerate(_batches(own)):
+            yield f"rank-{part:05d}-{number:03d}.safetensors", batch
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, held = list[Piece](), 0
+    for piece in pieces:
+        if batch and held + piece.here.nbytes > FILE_BYTES:
             yield batch
             batch, held = [], 0
-        batch.append(item)
-        held += size
+        batch.append(piece)
+        held += piece.here.nbytes
     if batch:
         yield batch
 
@@ -350,12 +370,3 @@ class _Stored:
     box: StoredBox
     digest: int
     file: File
-
-
-def _box(item: WriteItem, file: str) -> StoredBox:
-    chunk = item.tensor_data.chunk  # type: ignore[union-attr]
-    return StoredBox(file=file, offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
-
-
-def _brief(error: Exception) -> str:
-    return f"{error.error_count()} mistakes in it" if isinstance(error, ValidationError) else str(error)

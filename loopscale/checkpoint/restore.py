@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
+import torch.distributed as dist
 from torch import Tensor
 
 from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import MANIFEST, Folder, Storage, storage_at
-from loopscale.checkpoint.parts import Piece
-from loopscale.config import Config, load
+from loopscale.checkpoint.parts import Piece, read_index
+from loopscale.config import Config, from_values, load
 from loopscale.config.tree import ParallelConfig
-from loopscale.errors import UsageError
+from loopscale.errors import CheckpointError, ConfigError, Problem, UsageError
 from loopscale.model.stage import LoopedStage
-from loopscale.model.weights import Holder
+from loopscale.model.weights import Holder, holders
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh
 
@@ -53,16 +53,33 @@ def restore(where: str | Path) -> Restored:
 
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
         checkpoint = find(where, Path(cache))
-        config = load(Config, checkpoint / "config.yaml").config
-        config = config.model_copy(update={"parallel": ParallelConfig()})  # whatever layout it was trained at, one rank holds it
+        config = _config_of(checkpoint).model_copy(update={"parallel": ParallelConfig()})  # one rank holds what many trained
         mesh = meshes.start(config.parallel)
         stage = LoopedStage(
             config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False
         )
         load_weights(checkpoint, stage)
+        store.compare_digests(checkpoint, _weights(stage), add=lambda own: own)  # each rank has the whole model
         tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
         end = end_of_text(tokenizer, checkpoint / "tokenizer.json")
     return Restored(checkpoint.name, _run_of(Path(where), checkpoint), config, stage.requires_grad_(False), mesh, tokenizer, end)
+
+
+def _config_of(checkpoint: Path) -> Config:
+    """Its configuration, which asks for no larger model than its tensors are: it comes with the checkpoint, so it is believed
+    before memory is taken only where they agree."""
+    source = f"config.yaml of {checkpoint.name}"
+    config = from_values(Config, store.load_config(checkpoint), source).config
+    model, index = config.model, read_index(checkpoint)
+    if model.vocab_size is None:
+        raise ConfigError(source, [Problem("model.vocab_size", "must be given")])
+    if (layers := model.prelude_layers + model.core_layers + model.coda_layers) > len(index):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} does not fit the model: it has {len(index)} tensors, the model {layers} layers"
+        )
+    table = holders(model, config.corpus.sequence_length)
+    store.require_shapes(checkpoint, {f"weight/{w.name}": w.shape for holder in table for w in holder.weights})
+    return config
 
 
 def _run_of(where: Path, checkpoint: Path) -> Path | None:
@@ -73,8 +90,11 @@ def _run_of(where: Path, checkpoint: Path) -> Path | None:
 
 def load_weights(checkpoint: Path, stage: LoopedStage) -> None:
     """Sets the stage's weights from a verified checkpoint, strictly."""
-    own = [p for holder, parameter in stage.held() for p in pieces(stage, "weight", holder, 0, parameter.detach().view(-1))]
-    store.load(checkpoint, own, {f"weight/{w.name}" for holder in stage.table for w in holder.weights})
+    store.load(checkpoint, _weights(stage), {f"weight/{w.name}" for holder in stage.table for w in holder.weights})
+
+
+def _weights(stage: LoopedStage) -> list[Piece]:
+    return [p for holder, parameter in stage.held() for p in pieces(stage, "weight", holder, 0, parameter.detach().view(-1))]
 
 
 def pieces(stage: LoopedStage, kind: str, holder: Holder, first: int, flat: Tensor) -> Iterator[Piece]:
@@ -85,23 +105,23 @@ def pieces(stage: LoopedStage, kind: str, holder: Holder, first: int, flat: Tens
         yield Piece(f"{kind}/{box.weight.name}", box.weight.shape, box.offsets, here.view(box.sizes))
 
 
-def find(where: str | Path, cache: Path) -> Path:
+def find(where: str | Path, cache: Path, group: dist.ProcessGroup | None = None) -> Path:
     """The checkpoint at ``where``, or the newest whole one of the run there, verified, as a folder: one that lies behind a URL
-    is copied to ``cache``, which all ranks see. A collective. Raises :class:`UsageError` when there is none."""
+    is copied to ``cache``, which all ranks see. A collective of ``group``. Raises :class:`UsageError` when there is none."""
     text, path = str(where).rstrip("/"), Path(where)
     if "://" in text:
         parent, _, name = text.rpartition("/")
         if step := re.fullmatch(r"step-(\d+)", name):
-            checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(int(step[1]), cache))
-            store.verify(checkpoint)
+            checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(int(step[1]), cache), group)
+            store.verify(checkpoint, group)
             return checkpoint
         storage = storage_at(text)
     elif (path / MANIFEST).is_file() and (path / "state.json").is_file():
-        store.verify(path)
+        store.verify(path, group)
         return path.resolve()  # by its own name: it may be called best
     else:
         storage = storage_of(path)
-    newest, passed_over = store.newest_whole(storage, "fall_back", cache)
+    newest, passed_over = store.newest_whole(storage, "fall_back", cache, group)
     if newest is not None:
         return newest
     if passed_over or (path / "checkpoints").is_dir():
@@ -113,6 +133,5 @@ def storage_of(run: Path, folder: str | None = None) -> Storage:
     """Where the run in the folder ``run`` has its checkpoints; ``folder`` is its ``checkpoint.folder``, or what its
     configuration there says."""
     if folder is None and (run / "config.yaml").is_file():
-        written = yaml.safe_load((run / "config.yaml").read_text()) or {}
-        folder = written.get("checkpoint", {}).get("folder")
+        folder = load(Config, run / "config.yaml").config.checkpoint.folder
     return Folder(run / "checkpoints") if folder is None else storage_at(f"{folder.rstrip('/')}/{run.name}")

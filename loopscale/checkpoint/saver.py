@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -36,21 +35,16 @@ class Saver:
     """Saves the checkpoints of a run into ``storage``, one after the other, and removes those that ``config`` does not keep.
 
     In the background the copies that are saved take as many bytes on each rank as it saves: (4 for the weight + 8 for AdamW's
-    moments) × parameters / ranks. The ranks' threads then talk over a group of their own, whose ``timeout`` is in seconds.
+    moments) × parameters / ranks. ``group`` has all ranks and nobody else uses it meanwhile; its timeout is that of saving.
     """
 
-    def __init__(self, storage: Storage, config: CheckpointConfig, timeout: float):
-        self._storage, self._config = storage, config
-        self._group: dist.ProcessGroup | None = None
-        if config.background and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+    def __init__(self, storage: Storage, config: CheckpointConfig, group: dist.ProcessGroup | None):
+        self._storage, self._config, self._group = storage, config, group
         self._running: Future[Saved] | None = None
 
     def save(self, snapshot: Snapshot) -> Saved:
         """Commits a checkpoint; see :func:`store.save`. A collective."""
-        return self._save(snapshot, time.monotonic(), None)
+        return self._save(snapshot, time.monotonic())
 
     def request(self, snapshot: Snapshot) -> None:
         """Copies everything and lets a thread commit it. The one before must have been waited for. A collective."""
@@ -72,13 +66,13 @@ class Saver:
 
     def _fulfil(self, running: Future[Saved], snapshot: Snapshot, began: float) -> None:
         try:
-            running.set_result(self._save(snapshot, began, self._group))
+            running.set_result(self._save(snapshot, began))
         except BaseException as error:  # told to whoever waits
             running.set_exception(error)
 
-    def _save(self, snapshot: Snapshot, began: float, group: dist.ProcessGroup | None) -> Saved:
-        manifest = store.save(self._storage, snapshot, group=group)
-        on_main(self._prune, group)
+    def _save(self, snapshot: Snapshot, began: float) -> Saved:
+        manifest = store.save(self._storage, snapshot, group=self._group)
+        on_main(self._prune, self._group)
         return Saved(snapshot.step, manifest.size, time.monotonic() - began)
 
     def _prune(self) -> None:

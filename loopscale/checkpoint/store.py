@@ -19,22 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loopscale.checkpoint.commit import MANIFEST, File, Manifest, Storage, damage, read_manifest
+from loopscale.checkpoint.commit import MANIFEST, File, Manifest, Storage, damage, read_manifest, read_small
 from loopscale.checkpoint.parts import (
     INDEX,
     PartReader,
     PartWriter,
     Piece,
-    PieceLoadPlanner,
     PieceSavePlanner,
     hexadecimal,
     problems,
+    read_index,
 )
-from loopscale.errors import CheckpointError, UsageError
+from loopscale.config.load import parse_yaml
+from loopscale.errors import CheckpointError, LoopscaleError, UsageError
 from loopscale.parallel.mesh import gather_objects, on_main, sum_over_ranks
 
-STATE_BYTES = 2**26
-"""A ``state.json`` that is larger is none of ours."""
+STATE_BYTES, CONFIG_BYTES = 2**24, 2**18
+"""A ``state.json`` or a ``config.yaml`` that is larger is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """As it is now, in CPU memory of its own: training may go on."""
-        state, files = json.loads(json.dumps(self.state)), dict(self.files)
-        return Snapshot(self.step, [replace(p, here=p.here.cpu().clone()) for p in self.pieces], state, files, dict(self.facts))
+        pieces = [replace(p, here=p.here.to("cpu", copy=True)) for p in self.pieces]
+        return Snapshot(self.step, pieces, json.loads(json.dumps(self.state)), dict(self.files), dict(self.facts))
 
 
 def save(
@@ -101,21 +102,33 @@ def save(
         dcp.save({}, storage_writer=writer, planner=PieceSavePlanner(snapshot.pieces), process_group=group)
         notify("tensors")
         return on_main(finish, group)
-    except (UsageError, dcp.api.CheckpointException) as error:  # the latter of BaseException; both on every rank
-        cause = str(error) if isinstance(error, UsageError) else _first(error)
+    except (LoopscaleError, dcp.api.CheckpointException) as error:  # the latter of BaseException; both on every rank
+        cause = str(error) if isinstance(error, LoopscaleError) else _first(error)
         on_main(lambda: storage.abandon(step), group)
         raise CheckpointError(f"checkpoint of step {step} could not be saved: {cause}") from None
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The counters of a verified checkpoint."""
-    path = checkpoint / "state.json"
+    """``state.json`` of a verified checkpoint; what is in it is the run's business."""
     try:
-        if (size := path.stat().st_size) > STATE_BYTES:
-            raise ValueError(f"it has {size} bytes")
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        content = json.loads(read_small(checkpoint, "state.json", STATE_BYTES))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: state.json cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: state.json does not hold keys and values")
+    return content
+
+
+def load_config(checkpoint: Path) -> dict[str, Any]:
+    """``config.yaml`` of a verified checkpoint as plain values, not validated."""
+    text = read_small(checkpoint, "config.yaml", CONFIG_BYTES)
+    try:
+        content = parse_yaml(text.decode(), "config.yaml", aliases=False)
+    except (UnicodeDecodeError, UsageError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint {checkpoint.name} is damaged: config.yaml does not hold keys and values")
+    return content
 
 
 def load(checkpoint: Path, pieces: Sequence[Piece], elsewhere: Collection[str] = ()) -> None:
@@ -123,51 +136,57 @@ def load(checkpoint: Path, pieces: Sequence[Piece], elsewhere: Collection[str] =
 
     Raises :class:`CheckpointError` that lists every name that is missing and every shape that differs.
     """
-    import torch.distributed.checkpoint as dcp
-
     reader = PartReader(checkpoint)
-    if found := problems(reader.index, pieces, elsewhere):
+    _raise_problems(checkpoint, problems(reader.index, {p.name: p.shape for p in pieces}, elsewhere))
+    reader.read(pieces)
+
+
+def require_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """As :func:`load` of whole tensors would, raises :class:`CheckpointError` for those that are missing or differ."""
+    _raise_problems(checkpoint, problems(read_index(checkpoint), shapes))
+
+
+def _raise_problems(checkpoint: Path, found: Sequence[str]) -> None:
+    if found:
         shown = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the model: {shown}")
-    try:
-        dcp.load({}, storage_reader=reader, planner=PieceLoadPlanner(pieces), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"checkpoint {checkpoint} could not be read: {_first(error)}") from None
 
 
 def load_whole(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a verified checkpoint, on the CPU."""
-    index = PartReader(checkpoint).index
+    index = read_index(checkpoint)
     tensors = {name: torch.empty(stored.shape) for name, stored in index.items()}
     load(checkpoint, [Piece(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
     return tensors
 
 
-def compare_digests(checkpoint: Path, pieces: Sequence[Piece]) -> None:
+def compare_digests(checkpoint: Path, pieces: Sequence[Piece], add: Callable[[Tensor], Tensor] = sum_over_ranks) -> None:
     """Raises :class:`CheckpointError` where what has been loaded is not what was saved; ``pieces`` are those that this rank
-    would save. A collective."""
-    index = PartReader(checkpoint).index
+    would save, and ``add`` sums over the ranks that do. A collective."""
+    index = read_index(checkpoint)
     rows = {name: row for row, name in enumerate(index)}
     found = torch.zeros(len(index), 2, dtype=torch.int64)  # digest and number of elements
     for piece in pieces:
         found[rows[piece.name]] += torch.stack((piece.digest().cpu(), torch.tensor(piece.here.numel())))
-    for (name, stored), (digest, elements) in zip(index.items(), sum_over_ranks(found).tolist(), strict=True):
+    for (name, stored), (digest, elements) in zip(index.items(), add(found).tolist(), strict=True):
         if elements and (elements != stored.elements or hexadecimal(digest) != stored.digest):
             raise CheckpointError(
-                f"{name} is not what {checkpoint} holds, once it is loaded; please report this fault of loopscale"
+                f"{name} is not what {checkpoint} holds, once it is loaded: its index is wrong, or this is a fault of loopscale"
             )
 
 
-def newest_whole(storage: Storage, on_damage: str, cache: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that passes verification, and a sentence for each one passed over. A collective.
+def newest_whole(
+    storage: Storage, on_damage: str, cache: Path, group: dist.ProcessGroup | None = None
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that passes verification, and a sentence for each one passed over. A collective of ``group``.
 
     With ``on_damage`` "stop" the first damaged one raises :class:`CheckpointError` instead.
     """
     passed_over: list[str] = []
-    for step in on_main(storage.steps):
-        checkpoint = on_main(partial(storage.fetch, step, cache))
+    for step in on_main(storage.steps, group):
+        checkpoint = on_main(partial(storage.fetch, step, cache), group)
         try:
-            verify(checkpoint)
+            verify(checkpoint, group)
         except CheckpointError as error:
             if on_damage == "stop":
                 raise
@@ -177,13 +196,13 @@ def newest_whole(storage: Storage, on_damage: str, cache: Path) -> tuple[Path | 
     return None, passed_over
 
 
-def verify(checkpoint: Path) -> None:
+def verify(checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
     """Reads every file against the manifest, each rank a share of them; raises :class:`CheckpointError` that names the first
-    damaged one, on every rank alike. A collective."""
-    manifest = on_main(lambda: read_manifest(checkpoint))
+    damaged one, on every rank alike. A collective of ``group``."""
+    manifest = on_main(lambda: read_manifest(checkpoint), group)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     own = sorted(manifest.files, key=lambda f: f.size)[rank::world]
-    found = [d for d in gather_objects(damage(checkpoint, own)) if d]
+    found = [d for d in gather_objects(damage(checkpoint, own), group) if d]
     if found:
         raise CheckpointError(found[0])
 
@@ -191,4 +210,4 @@ def verify(checkpoint: Path) -> None:
 def _first(error: BaseException) -> str:
     failures = getattr(error, "failures", {})
     rank, (cause, _) = next(iter(failures.items())) if failures else (0, (error, None))
-    return f"rank {rank}: {cause}"
+    return f"rank {rank}: {str(cause) or type(cause).__name__}"

@@ -48,6 +48,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _PlainLoader(_Loader):
+    """Every value where it is used: what is read is no larger than its text."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias stands for a value")
+        return super().compose_node(parent, index)
+
+
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
@@ -63,11 +72,12 @@ class Loaded(Generic[Tree]):
     source: str
 
 
-def parse_yaml(text: str, source: str) -> Any:
-    """YAML text as plain values; raises :class:`UsageError` with line and column when it is not YAML."""
+def parse_yaml(text: str, source: str, *, aliases: bool = True) -> Any:
+    """YAML text as plain values; raises :class:`UsageError` with line and column when it is not YAML, or when it has aliases
+    and may not: a few of them can stand for more values than fit into memory."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last two: nested or long beyond reason
+        return yaml.load(text, Loader=_Loader if aliases else _PlainLoader)
+    except Exception as error:  # beside YAMLError whatever the library stumbles over: "!!int ''" is an IndexError
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise UsageError(f"{source} is not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None

@@ -44,7 +44,7 @@ class CorpusConfig(Section):
     """A corpus made by `loopscale corpus build`: a local folder, or a URL that mosaicml-streaming can read."""
     cache: str | None = None
     """Local folder for shards of a remote corpus; required when `corpus.path` is a URL."""
-    sequence_length: Annotated[int, Field(ge=2)] = 128
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 20)] = 128
     """Tokens a sequence is predicted over; documents are packed and attention stays within them."""
     workers: NonNegativeInt = 0
     """Reader processes per rank; 0 reads in the training process."""
@@ -346,6 +346,8 @@ class CheckpointConfig(Section):
     folder: str | None = None
     """Folder or URL (s3://…, gs://…; whatever fsspec has a library for) in which a folder of the run's name takes its
     checkpoints; unset: `checkpoints` in the run's folder."""
+    timeout: PositiveInt = 3600
+    """Seconds that ranks wait for one that saves, reads or verifies its part of a checkpoint."""
     background: bool = False
     """Go on training while a checkpoint is written, from a copy: each rank then needs CPU memory for what it saves."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"

@@ -40,7 +40,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UsageError(f"tokenizer file {path} does not exist; give a tokenizer.json, or leave tokenizer.file out to train one")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics of its Rust are not even that
         raise DataError(f"{path} is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -196,6 +196,16 @@ def _wait_for_all(store: dist.Store, rank: int, world: int) -> None:
         raise ClusterError(f"ranks {missing} of {world} have not started within {STARTING.seconds} s") from None
 
 
+def patient_group(seconds: float) -> dist.ProcessGroup | None:
+    """A group of all ranks, over gloo, in which one may keep the others waiting for ``seconds``; None for a single rank. A
+    collective."""
+    if dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def require_same(config: Section, prefix: str = "") -> None:
     """Raises :class:`ClusterError` where a rank was started with another ``config`` than rank 0. A collective."""
     first, *others = gather_objects(config.model_dump(mode="json")) if dist.get_world_size() > 1 else [{}]

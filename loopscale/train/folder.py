@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch.distributed as dist
 import yaml
 
 import loopscale
@@ -81,8 +82,9 @@ def _explicit(path: Path, config: Config) -> Path:
     return folder
 
 
-def past(folder: Path, config: Config, resume: str | None) -> Place:
-    """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one. A collective.
+def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGroup | None) -> Place:
+    """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one. A collective of
+    ``group``.
 
     A run that was killed before its first checkpoint starts again under "auto". Raises :class:`CheckpointError` when
     there are checkpoints but none is whole, :class:`UsageError` when a run named by its path has none.
@@ -90,10 +92,10 @@ def past(folder: Path, config: Config, resume: str | None) -> Place:
     if resume is None:
         return Place(folder)
     if resume != "auto" and _is_checkpoint(Path(resume)):
-        store.verify(Path(resume))
+        store.verify(Path(resume), group)
         return Place(folder, Path(resume))
     storage = storage_of(folder, config.checkpoint.folder)
-    checkpoint, passed_over = store.newest_whole(storage, config.checkpoint.on_damage, folder / "fetched")
+    checkpoint, passed_over = store.newest_whole(storage, config.checkpoint.on_damage, folder / "fetched", group)
     if checkpoint is None and passed_over:
         raise CheckpointError(
             f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove them to start "

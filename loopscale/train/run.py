@@ -136,9 +136,10 @@ class Run:
         self.folder = meshes.on_main(lambda: self._claimed(stem, resume))
         stuck_after = config.train.stuck_after
         mesh.watch.attend(self.folder, config.parallel.timeout / 2 if stuck_after is None else stuck_after)
-        place = folders.past(self.folder, config, resume)
+        self.patient = meshes.patient_group(config.checkpoint.timeout)
+        place = folders.past(self.folder, config, resume, self.patient)
         self.storage = storage_of(self.folder, config.checkpoint.folder)
-        self.saver = Saver(self.storage, config.checkpoint, config.parallel.timeout)
+        self.saver = Saver(self.storage, config.checkpoint, self.patient)
         self.limit = TimeLimit(config.train.max_time, SAVED_BYTES * self.counts.total)
         self._retry_save_at: int | None = None
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
@@ -329,7 +330,7 @@ class Run:
         """Goes on from the newest checkpoint, but behind the samples that were read; False where there is none. A collective."""
         now, self.mesh.watch.doing = self.progress, f"going back from step {self.progress.step}"
         self._hear_of_save(wait=True)
-        place = folders.past(self.folder, self.config, "auto")
+        place = folders.past(self.folder, self.config, "auto", self.patient)
         if place.checkpoint is None:
             return False
         with self.memory.aside():
@@ -507,7 +508,7 @@ class Run:
             changes = snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
             self._go_on_from(place.checkpoint)
         elif init is not None:
-            load_weights(find(init, self.folder / "fetched"), self.stage)
+            load_weights(find(init, self.folder / "fetched", self.patient), self.stage)
             self.optimizer.begin_at(0)
         self.started = time.monotonic() - self.progress.elapsed
         self._measure_matmul_rate()
@@ -515,9 +516,9 @@ class Run:
 
     def _go_on_from(self, checkpoint: Path) -> None:
         """Weights, moments, counters and the law of the depths as a verified checkpoint has them. A collective."""
-        state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh)
-        self.progress = snapshot.progress_of(checkpoint, state)
-        self.step.law.load(state["law"])
+        state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh, self.patient)
+        self.progress = state.progress()
+        self.step.law.load(state.law)
 
     def _claimed(self, stem: str, resume: str | None) -> Path:
         """The folder of the run, taken for this process."""

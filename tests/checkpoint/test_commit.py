@@ -133,7 +133,7 @@ def test_retention_keeps_the_newest_the_multiples_and_the_best(scores, keep, kee
 
 
 def test_a_run_keeps_its_best_and_calls_it_so(mesh, tmp_path):
-    saver = Saver(Folder(tmp_path), CheckpointConfig(keep=1, keep_best=1), timeout=10)
+    saver = Saver(Folder(tmp_path), CheckpointConfig(keep=1, keep_best=1), None)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
         saver.save(store.Snapshot(step, pieces(), {}, {"config.yaml": ""}, {BEST: loss}))
     assert Folder(tmp_path).steps() == [4, 2]
@@ -144,7 +144,7 @@ def test_a_background_save_holds_what_was_when_it_was_asked_for(mesh, tmp_path):
     """A writer that waits: training goes on meanwhile, and neither weights nor counters of later enter the file; nothing is
     removed before it is committed."""
     storage, gate = Slow(tmp_path), threading.Event()
-    saver = Saver(storage, CheckpointConfig(keep=1, keep_best=0, background=True), timeout=10)
+    saver = Saver(storage, CheckpointConfig(keep=1, keep_best=0, background=True), None)
     saver.save(store.Snapshot(1, pieces(1.0), {"step": 1}, {"config.yaml": ""}))
     storage.gate = gate
     live, state = pieces(2.0), {"step": 2, "window": [1]}
@@ -181,7 +181,7 @@ def test_a_background_save_that_fails_is_told_to_who_waits(mesh, tmp_path):
         def publish(self, step):
             raise OSError(28, "No space left on device")
 
-    saver = Saver(Full(tmp_path), CheckpointConfig(background=True), timeout=10)
+    saver = Saver(Full(tmp_path), CheckpointConfig(background=True), None)
     saver.request(store.Snapshot(1, pieces(), {}, {"config.yaml": ""}))
     with pytest.raises(CheckpointError, match=r"checkpoint of step 1 could not be saved: .*No space left"):
         saver.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from loopscale.model.flops import count
 from loopscale.model.ring import Ring
 from loopscale.parallel.mesh import Mesh
 from loopscale.train import snapshot
+from loopscale.train.snapshot import Progress
 from loopscale.train.step import TrainStep
 from tests.parallel.test_layouts import LENGTH, Case, configuration, step_batch
 
@@ -45,7 +47,8 @@ def trainer(mesh: Mesh, config: Config) -> TrainStep:
 
 
 def save(mesh: Mesh, train: TrainStep, folder: Path, step: int) -> None:
-    state = {"applied_steps": train.optimizer.applied_steps}
+    state = asdict(Progress(step=step)) | {"applied_steps": train.optimizer.applied_steps}
+    state |= {"law": train.law.state(), "corpus": "", "global_batch": train.batch.global_batch}
     pieces = snapshot.own(train.stage, train.optimizer, mesh)
     store.save(Folder(folder), store.Snapshot(step, pieces, state, {"config.yaml": ""}))
 

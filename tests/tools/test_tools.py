@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from tests.checkpoint.sealed import changed
+from tests.launch import Launched, launch
 
 pytestmark = pytest.mark.ranks
 
 TOOLS = Path(__file__).parents[2] / "tools"
+GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden" / "step-2"
 
 
 @pytest.fixture
-def run(tmp_path):
-    def run(script: str, *arguments: str) -> str:
-        process = launch([sys.executable, str(TOOLS / script), *arguments], tmp_path / "printed.txt")
-        assert process.wait(300) == 0, process.printed()
+def start(tmp_path):
+    def start(script: str, *arguments: object) -> Launched:
+        process = launch([sys.executable, str(TOOLS / script), *map(str, arguments)], tmp_path / "printed.txt")
+        process.wait(300)
+        return process
+
+    return start
+
+
+@pytest.fixture
+def run(start):
+    def run(script: str, *arguments: object) -> str:
+        process = start(script, *arguments)
+        assert process.returncode == 0, process.printed()
         return process.printed()
 
     return run
@@ -45,3 +59,34 @@ def test_bf16_visits_with_fp32_sums_stay_as_near_at_32_visits_as_at_one_and_bf16
     assert (one, many) == (1, 32)
     assert ours_32 < 1.35 * ours_1  # seen: 1.2; from 16 visits on it stays
     assert plain_32 > 1.5 * plain_1  # seen: 1.7
+
+
+def test_a_checkpoint_is_resharded_inspected_and_compared(run, start, tmp_path):
+    out = str(tmp_path / "out")
+    assert "in 2 parts (2 files)" in run("reshard.py", str(GOLDEN), out, "--parts", "2", "--memory", "64MiB")
+    assert re.search(r"^weight/core\.0\.q +8×8 .* 2 +1 *$", run("inspect_checkpoint.py", str(GOLDEN)), re.MULTILINE)
+    assert "45 of 45 tensors are equal to the bit" in run("inspect_checkpoint.py", str(GOLDEN), out)
+    printed = run("inspect_checkpoint.py", out, "--json", "--no-verify", "--filter", "weight/*")
+    weights = json.loads("\n".join(line for line in printed.splitlines() if not line.startswith("reading:")))
+    assert [kind["tensors"] for kind in weights["kinds"]] == [15]
+    shutil.copytree(GOLDEN, tmp_path / "other")
+    with changed(tmp_path / "other", "state.json") as state:
+        state["step"] = 3
+    compared = start("inspect_checkpoint.py", str(GOLDEN), str(tmp_path / "other"))
+    assert compared.returncode == 1
+    assert re.search(r"^state step +2 +3 *$", compared.printed(), re.MULTILINE)
+
+
+def test_mistakes_and_damage_are_one_sentence(start, tmp_path):
+    (tmp_path / "file").touch()
+    none = "is not a whole checkpoint: it has no manifest.json"
+    for script, arguments, code, sentence in (
+        ("reshard.py", [GOLDEN, tmp_path, "--parts", 2], 2, f"{tmp_path} already exists; name a folder that does not"),
+        ("reshard.py", [tmp_path, tmp_path / "out", "--parts", 2], 1, f"error: {tmp_path} {none}"),
+        ("inspect_checkpoint.py", [tmp_path / "file"], 1, f"error: {tmp_path / 'file'} {none}"),
+    ):
+        done = start(script, *arguments)
+        assert (done.returncode, done.printed()) == (code, f"{sentence}\n")
+    wrong = start("reshard.py", str(GOLDEN), "out", "--parts", "2", "--memory", "lots")
+    assert wrong.returncode == 2
+    assert wrong.printed().endswith("argument --memory: 'lots' is not a size such as 512MiB or 1GiB\n")

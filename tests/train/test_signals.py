@@ -199,7 +199,7 @@ def test_a_save_that_hangs_ends_with_the_grace_and_the_last_checkpoint_stands(ru
     checkpoints = runs.path("hangs") / "checkpoints"
     assert Folder(checkpoints).steps() == [5]
     assert list(checkpoints.glob("*.writing"))
-    commit.verify(checkpoints / "step-5")
+    assert damage(checkpoints / "step-5", read_manifest(checkpoints / "step-5").files) is None
     runs.train("hangs", ranks=2, options=["--resume", "auto"])
     runs.train("calm", ranks=2)
     assert [r["loss"] for r in runs.records("hangs")] == [r["loss"] for r in runs.records("calm")]
@@ -224,8 +224,7 @@ def test_a_run_saves_before_its_time_is_up_and_goes_on_as_if_nothing_had_been(ru
         rf"asked to stop by train\.max_time {seconds} s, nearly up \(.*\); go on with --resume auto$", told["message"]
     )
     steps = runs.records("timed")[-1]["step"]
-    checkpoint, *_ = commit.committed(runs.path("timed") / "checkpoints")
-    assert checkpoint.name == f"step-{steps}" and steps > 1
+    assert Folder(runs.path("timed") / "checkpoints").steps()[0] == steps > 1
 
     runs.train("timed", *steady, f"train.steps={steps + 3}", options=["--resume", "auto"])
     runs.train("calm", *steady, f"train.steps={steps + 3}")
