@@ -179,7 +179,10 @@ class Folder:
         link = self.folder / ".best.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(f"step-{step}")
-        link.replace(self.folder / "best")
+        best = self.folder / "best"
+        if best.is_dir() and not best.is_symlink():  # the run was copied by something that follows links
+            shutil.rmtree(best)
+        link.replace(best)
 
     def fetch(self, step: int, cache: Path) -> Path:
         return self._place(step)

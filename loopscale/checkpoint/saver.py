@@ -13,7 +13,7 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import Storage, outlived
 from loopscale.checkpoint.store import Snapshot
 from loopscale.config.tree import CheckpointConfig
-from loopscale.errors import CheckpointError
+from loopscale.errors import CheckpointError, LoopscaleError
 from loopscale.parallel.mesh import on_main
 
 BEST = "validation"
@@ -29,6 +29,8 @@ class Saved:
     """Bytes."""
     seconds: float
     """From the request to the commit."""
+    fault: str = ""
+    """Why older checkpoints could not be removed, if so."""
 
 
 class Saver:
@@ -72,8 +74,12 @@ class Saver:
 
     def _save(self, snapshot: Snapshot, began: float) -> Saved:
         manifest = store.save(self._storage, snapshot, group=self._group)
-        on_main(self._prune, self._group)
-        return Saved(snapshot.step, manifest.size, time.monotonic() - began)
+        seconds, fault = time.monotonic() - began, ""
+        try:
+            on_main(self._prune, self._group)
+        except LoopscaleError as error:  # what was saved is saved
+            fault = str(error)
+        return Saved(snapshot.step, manifest.size, seconds, fault)
 
     def _prune(self) -> None:
         """Removes what is not kept; a checkpoint whose manifest is damaged counts as one without a score."""

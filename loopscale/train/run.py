@@ -436,6 +436,7 @@ class Run:
             self.limit.saw_save(saved.seconds)
             took = f"{saved.size / 1e6:.0f} MB, {saved.seconds:.1f} s"
             self.telemetry.event("saved", self.progress.step, f"checkpoints/step-{saved.step} ({took})")
+            self._warn([f"older checkpoints could not be removed: {saved.fault}"] if saved.fault else [])
 
     def _warn_of_save(self, error: CheckpointError, remedy: str) -> None:
         self.telemetry.event("warning", self.progress.step, f"{error}; the one before is kept, and {remedy}")

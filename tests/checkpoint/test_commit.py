@@ -140,6 +140,21 @@ def test_a_run_keeps_its_best_and_calls_it_so(mesh, tmp_path):
     assert (tmp_path / "best").resolve() == tmp_path / "step-2"
 
 
+def test_a_copied_run_goes_on_calling_its_best_so_and_what_cannot_be_removed_does_not_undo_a_save(mesh, tmp_path, monkeypatch):
+    saver = Saver(Folder(tmp_path), CheckpointConfig(keep=1), None)
+    (tmp_path / "best").mkdir()  # as a copy that follows links leaves it
+    assert saver.save(store.Snapshot(1, pieces(), {}, {"config.yaml": ""}, {BEST: 3.0})).fault == ""
+    assert (tmp_path / "best").resolve() == tmp_path / "step-1"
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "step-1")
+
+    monkeypatch.setattr(Folder, "remove", refuse)
+    saved = saver.save(store.Snapshot(2, pieces(), {}, {"config.yaml": ""}, {BEST: 2.0}))
+    assert (saved.step, saved.fault) == (2, "step-1: Permission denied")
+    assert Folder(tmp_path).steps() == [2, 1]
+
+
 def test_a_background_save_holds_what_was_when_it_was_asked_for(mesh, tmp_path):
     """A writer that waits: training goes on meanwhile, and neither weights nor counters of later enter the file; nothing is
     removed before it is committed."""
