@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopscale.checkpoint import commit
 from loopscale.train.spikes import find_spike
+from tests.checkpoint.sealed import changed
 from tests.conftest import Runs
 
 UNHURRIED = settings(deadline=None)  # the machine may do something else too
@@ -178,17 +178,8 @@ def at_step_10(runs: Runs, name: str, copy: str, **counters: int) -> None:
     shutil.copytree(runs.path(name), runs.path(copy))
     for step in (15, 20):
         shutil.rmtree(runs.path(copy) / "checkpoints" / f"step-{step}")
-    move(runs.path(copy) / "checkpoints" / "step-10", **counters)
-
-
-def move(checkpoint: Path, **counters: int) -> None:
-    """Changes what a checkpoint says of its run, and commits it again."""
-    writing = checkpoint.with_name(f"{checkpoint.name}.writing")
-    checkpoint.rename(writing)
-    state = json.loads((writing / "state.json").read_text())
-    (writing / "state.json").write_text(json.dumps(state | counters))
-    (writing / commit.MANIFEST).unlink()
-    commit.commit(writing)
+    with changed(runs.path(copy) / "checkpoints" / "step-10", "state.json") as state:
+        state.update(counters)
 
 
 @pytest.mark.ranks
