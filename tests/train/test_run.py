@@ -43,7 +43,7 @@ def one_process(tmp_path_factory, text_corpus) -> Runs:
         (2, ["parallel.zero=1"]),
         (2, ["parallel.zero=0"]),
         (4, ["batch.microbatch=1", "corpus.workers=1"]),
-        (4, ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2", "batch.microbatch=1"]),
+        (4, ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2", "batch.microbatch=2"]),
     ],
     ids=["half-microbatch", "2-ranks-zero1", "2-ranks-zero0", "4-ranks-readers", "TP2xPP2"],
 )
