@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +83,8 @@ class Outcome:
     """What became of a trial; it holds when there are no ``problems``."""
 
     trial: Trial
+    met: bool = False
+    """Whether the fault came before the end of the run."""
     starts: int = 0
     lost: int = 0
     """Most steps that were run again after a restart."""
@@ -116,7 +118,16 @@ class Campaign:
         self._calm: dict[str, Runs] = {}
 
     def run(self, trial: Trial) -> Outcome:
-        """The whole story of a trial; its folder is removed where it holds."""
+        """The whole story of a trial, told again with other moments where the fault came too late."""
+        for seed in range(trial.seed, trial.seed + ATTEMPTS):
+            outcome = self._run(replace(trial, seed=seed))
+            if outcome.met or outcome.problems:
+                return outcome
+        outcome.problems.append("the fault always came too late")
+        return outcome
+
+    def _run(self, trial: Trial) -> Outcome:
+        """The folder of a trial is removed where it holds."""
         folder, outcome, began = self._folder / trial.name, Outcome(trial), time.monotonic()
         folder.mkdir()
         corpus = folder / "corpus"
@@ -138,7 +149,7 @@ class Campaign:
             before, newest = scene.steps_logged(), scene.newest_whole()
             with scene.start() as job:
                 outcome.starts += 1
-                if attempt == 0 or scene.again:
+                if attempt == 0:
                     meet(job)
                 codes = job.wait_for_end(STARTING if scene.undisturbed else TIMEOUT + EXPLAINING)
                 scene.check_words(job, codes)
@@ -207,8 +218,6 @@ class Scene:
     def __init__(self, trial: Trial, runs: Runs, source: random.Random, outcome: Outcome):
         self.trial, self.runs, self.source, self.outcome = trial, runs, source, outcome
         self.settings, self.environment, self.script = list[str](), dict[str, str](), None
-        self.again = False
-        """Whether the fault waits at the next start too."""
         self.undisturbed = False
         self.damaged = 0
         """Checkpoints that the fault damaged."""
@@ -251,6 +260,11 @@ class Scene:
                     return step
         return 0
 
+    def send(self, job: Job, rank: int, number: int) -> None:
+        """A signal to a rank, if it is there to hear it."""
+        self.outcome.met |= not job.has_ended(rank)
+        job.ranks[rank].send_signal(number)
+
     def wait_for_step(self, job: Job, step: int) -> bool:
         """Whether step ``step`` has been logged before the run ended."""
         job.wait(lambda: self.steps_logged() >= step or all(map(job.has_ended, range(self.trial.size))), STARTING)
@@ -281,7 +295,7 @@ def killed(scene: Scene) -> Meeting:
         step = scene.source.randint(0, STEPS - 1)
         if scene.wait_for_step(job, step):
             time.sleep(scene.source.uniform(0, 3.0 if step == 0 else 0.1))
-        job.ranks[scene.source.randrange(scene.trial.size)].kill()
+        scene.send(job, scene.source.randrange(scene.trial.size), signal.SIGKILL)
 
     yield meet
 
@@ -295,7 +309,7 @@ def killed_in_save(scene: Scene) -> Meeting:
         writing = (scene.path / "checkpoints").glob
         job.wait(lambda: any(writing("*.writing")) or all(map(job.has_ended, range(scene.trial.size))), STARTING)
         time.sleep(scene.source.uniform(0, 0.05))
-        job.ranks[scene.source.randrange(scene.trial.size)].kill()
+        scene.send(job, scene.source.randrange(scene.trial.size), signal.SIGKILL)
 
     yield meet
 
@@ -310,7 +324,7 @@ def asked(scene: Scene) -> Meeting:
         number = scene.source.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
         everyone = list(range(scene.trial.size))
         for rank in scene.source.choice([everyone, [scene.source.choice(everyone)]]):
-            job.ranks[rank].send_signal(number)
+            scene.send(job, rank, number)
 
     yield meet
 
@@ -323,7 +337,7 @@ def silent(scene: Scene) -> Meeting:
         scene.wait_for_step(job, scene.source.randint(1, STEPS - 3))
         rank = scene.source.randrange(scene.trial.size)
         others = [r for r in range(scene.trial.size) if r != rank]
-        job.ranks[rank].send_signal(signal.SIGSTOP)
+        scene.send(job, rank, signal.SIGSTOP)
         job.wait(lambda: all(map(job.has_ended, others)), TIMEOUT + EXPLAINING)
         job.ranks[rank].send_signal(signal.SIGCONT)
 
@@ -346,6 +360,7 @@ def full_disk(scene: Scene) -> Meeting:
             while shutil.disk_usage(disk).free > left:
                 file.write(bytes(min(65536, shutil.disk_usage(disk).free - left)))
         full_at = scene.steps_logged()
+        scene.outcome.met = not all(map(job.has_ended, range(scene.trial.size)))
         ended = partial(all, map(job.has_ended, range(scene.trial.size)))
         job.wait(lambda: scene.steps_logged() >= min(STEPS, full_at + EVERY + 1) or ended(), TIMEOUT + EXPLAINING)
         filler.unlink()
@@ -363,7 +378,7 @@ def damaged(scene: Scene, how: str) -> Meeting:
     def meet(job: Job) -> None:
         scene.wait_for_step(job, scene.source.randint(EVERY + 1, STEPS - 1))
         for rank in range(scene.trial.size):
-            job.ranks[rank].kill()
+            scene.send(job, rank, signal.SIGKILL)
 
     def repair() -> None:
         scene.repair = lambda: None
@@ -385,7 +400,7 @@ def shard(scene: Scene) -> Meeting:
     def meet(job: Job) -> None:
         scene.wait_for_step(job, scene.source.randint(1, STEPS - 1))
         for rank in range(scene.trial.size):
-            job.ranks[rank].kill()
+            scene.send(job, rank, signal.SIGKILL)
 
     def repair() -> None:
         if lost:
@@ -407,7 +422,7 @@ def nan(scene: Scene) -> Meeting:
     """A rank's loss is not finite at one step."""
     scene.nan_step = scene.source.choice([3, 11])
     scene.script = FAULTY_RANK
-    scene.undisturbed = True
+    scene.undisturbed = scene.outcome.met = True
     rank = scene.source.randrange(HOME[scene.trial.layout])
     scene.environment = {"FAULTY_RANK": str(rank), "FAULTY_STEPS": str(scene.nan_step)}
     if scene.trial.size == 1:

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loopscale.checkpoint import store
+from loopscale.checkpoint.parts import read_index
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
 from tests.conftest import Runs
@@ -226,6 +228,22 @@ def test_a_resumed_run_keeps_what_it_is_and_tells_what_else_changed(runs):
     output = runs.train("kept", "train.steps=3", "optimizer.lr=0.001", "log.every=3", options=["--resume", "auto"])
     assert "optimizer.lr was 0.003, is now 0.001" in output
     assert "log.every was" not in output
+
+
+def test_checkpoints_made_in_the_background_are_those_of_a_run_that_waits_for_them(runs):
+    """Two ranks, a checkpoint every two steps: the same digests of every tensor, the same counters, nothing half-made."""
+    often = ["checkpoint.every=2", "checkpoint.keep=20"]
+    runs.train("waits", *often, ranks=2)
+    runs.train("behind", *often, "checkpoint.background=true", ranks=2)
+    assert [r["loss"] for r in runs.records("behind")] == [r["loss"] for r in runs.records("waits")]
+    saved = [[e["message"].split()[0] for e in runs.journal(name) if e["kind"] == "saved"] for name in ("behind", "waits")]
+    assert saved[0] == saved[1] == [f"checkpoints/step-{step}" for step in range(2, 21, 2)]
+    for step in range(2, 21, 2):
+        ours, theirs = (runs.path(name) / "checkpoints" / f"step-{step}" for name in ("behind", "waits"))
+        assert {n: t.digest for n, t in read_index(ours).items()} == {n: t.digest for n, t in read_index(theirs).items()}
+        found, expected = store.load_state(ours), store.load_state(theirs)
+        assert all(found[key] == expected[key] for key in found if key not in ("elapsed", "run_id"))
+    assert not list((runs.path("behind") / "checkpoints").glob("*.writing"))
 
 
 def test_another_global_batch_reads_on_where_the_samples_end(runs, text_corpus):
