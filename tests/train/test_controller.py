@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
+from loopscale.checkpoint import store
 from loopscale.config import settle
 from loopscale.config.tree import ParallelConfig
 from loopscale.depth import GroupSums, Prior
@@ -34,6 +36,12 @@ class Drift:
         self.heard.append(tuple(groups))
         for group in groups:
             self.weights[group.depth - 1] += group.loss / group.tokens
+
+    def state(self) -> dict[str, list[float]]:
+        return {"weights": list(self.weights)}
+
+    def load(self, state) -> None:
+        self.weights = list(state["weights"])
 
     def digest(self) -> str:
         return hashlib.sha256(repr(self.weights).encode()).hexdigest()
@@ -71,6 +79,23 @@ def test_all_ranks_hear_the_sums_of_one_process_and_draw_the_same_depths(mesh, r
         ]
         for ours, theirs in zip(found, expected, strict=True):
             assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-6)
+
+
+def test_what_a_law_has_learned_is_in_checkpoints(runs):
+    """Killed and started again at another layout, a run draws the depths of the undisturbed one: they depend on every loss."""
+    learning = {"script": str(Path(__file__).with_name("drifting_law.py"))}
+    runs.train("calm", **learning)
+    with runs.start("killed", "train.steps=12", **learning) as job:
+        job.wait_for_steps(11)
+        job.ranks[0].kill()
+        job.wait_for_end()
+    runs.train("killed", "parallel.pipeline=2", ranks=2, options=["--resume", "auto"], **learning)
+    calm, killed = runs.records("calm"), runs.records("killed")
+    assert len({depth for record in calm[10:] for depth in record["depths"]}) > 1
+    assert [r["depths"] for r in killed] == [r["depths"] for r in calm]
+    assert [r["loss"] for r in killed] == pytest.approx([r["loss"] for r in calm], rel=1e-5)
+    learned = store.load_state(runs.path("calm") / "checkpoints" / "step-20")["law"]["weights"]
+    assert max(learned) > 10 * min(learned)
 
 
 @pytest.mark.parametrize("layout", ["PP2xDP2", "TP2xDP2"])
