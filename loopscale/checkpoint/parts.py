@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,8 @@ INDEX_BYTES = 2**26
 """An index that is larger is none of ours: some 500,000 boxes."""
 FILE_BYTES = 2**29
 """Largest file, boxes that are larger aside."""
+AT_ONCE = 2**20
+"""Bytes handed to the disk in one call: with 16 times as many Linux took five times as long for all of them."""
 
 
 @dataclass(frozen=True)
@@ -222,25 +225,28 @@ class PartWriter(StorageWriter):
         return done
 
     def _write(self, name: str, pieces: Sequence[Piece]) -> list[WriteResult]:
-        """A safetensors file, one box in memory at a time; its digest is taken of what is handed to the disk."""
+        """A safetensors file, one box in memory at a time; its digest is taken meanwhile of what is handed to the disk."""
         boxes = [StoredBox(file=name, offsets=piece.offsets, sizes=tuple(piece.here.shape)) for piece in pieces]
         header, end = dict[str, Any](), 0
         for piece, box in zip(pieces, boxes, strict=True):
             begin, end = end, end + piece.here.nbytes
             header[box.key(piece.name)] = {"dtype": "F32", "shape": box.sizes, "data_offsets": (begin, end)}
-        head = json.dumps(header).encode()
+        head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)  # data are aligned
         digests, sha256 = list[int](), hashlib.sha256()
-        with (self._storage.writing(self._step) / "tensors" / name).open("wb") as out:
+        path = self._storage.writing(self._step) / "tensors" / name
+        with path.open("wb") as out, ThreadPoolExecutor(1) as beside:
             for content in (len(head).to_bytes(8, "little"), head):
                 out.write(content)
                 sha256.update(content)
             for piece in pieces:
                 values = piece.read()
+                flat = values.cpu().contiguous().view(-1).numpy().data.cast("B")
+                hashed = beside.submit(sha256.update, flat)
                 digests.append(int(element_digest(values, piece.shape, piece.offsets)))
-                flat = values.cpu().contiguous().view(-1).numpy().data
-                out.write(flat)
-                sha256.update(flat)
+                for at in range(0, len(flat), AT_ONCE):
+                    out.write(flat[at : at + AT_ONCE])
+                hashed.result()
             out.flush()
             os.fsync(out.fileno())
         file = File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest())

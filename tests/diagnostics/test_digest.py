@@ -42,22 +42,26 @@ def test_any_tiling_in_any_order_gives_the_same_sum(case, chunk):
         patch.setattr(digest, "CHUNK", chunk)  # boxes are cut again inside
         pieces = [element_digest(tensor[box], tensor.shape, [part.start for part in box]) for box in boxes]
     assert int(torch.stack(pieces).sum()) == expected
-    assert whole(tensor.flatten()) == expected  # the index is global: shape itself does not enter
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 2**20))
 def test_the_formula_in_whole_numbers(height, width, column):
     """As Python computes it, without wrapping, for a box in a wide tensor."""
     tensor, shape = torch.randn(height, width), (height + 3, column + width)
-    expected = 0
+    expected = row = 0
     for row in range(height):
         for place in range(width):
-            index = (row + 3) * shape[1] + column + place
-            mixed = signed(index * 0x9E3779B97F4A7C15)
-            mixed = signed((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9)
             (bits,) = struct.unpack("<i", struct.pack("<f", tensor[row, place].item()))
-            expected += bits * ((mixed ^ (mixed >> 29)) | 1)
+            expected += bits * odd(2 * (column + place)) * odd(2 * (row + 3) + 1)
     assert int(element_digest(tensor, shape, (3, column))) == signed(expected)
+    (bits,) = struct.unpack("<i", struct.pack("<f", tensor[row, 0].item()))
+    assert int(element_digest(tensor[row, :1], (column + 1,), (column,))) == signed(bits * odd(2 * column))
+
+
+def odd(index: int) -> int:
+    mixed = signed(index * 0x9E3779B97F4A7C15)
+    mixed = signed((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9)
+    return (mixed ^ (mixed >> 29)) | 1
 
 
 def signed(value: int) -> int:
@@ -82,12 +86,23 @@ def test_a_swapped_pair_changes_it(one, other):
     assert (whole(swapped) == whole(tensor)) == (tensor[one] == tensor[other])
 
 
-def test_errors_of_a_pattern_do_not_cancel():
+@pytest.mark.parametrize("rows", [slice(5, 6), slice(5, 8)])
+def test_errors_of_a_pattern_do_not_cancel(rows):
     """+1, -2, +1 in the last bits of neighbours would cancel under multipliers in an arithmetic series."""
     tensor = torch.ones(64, 64)
     changed = tensor.clone()
-    changed.view(torch.int32)[5, 7:10] += torch.tensor([1, -2, 1], dtype=torch.int32)
+    changed.view(torch.int32)[rows, 7:10] += torch.tensor([1, -2, 1], dtype=torch.int32)
     assert whole(changed) != whole(tensor)
+    changed.view(torch.int32)[20:23, 7:10] -= torch.tensor([1, -2, 1], dtype=torch.int32)
+    assert whole(changed) != whole(tensor)
+
+
+@given(st.integers(2, 9))
+def test_what_is_turned_or_has_another_shape_shows(width):
+    tensor = torch.randn(width, width)
+    assert whole(tensor.t().contiguous()) != whole(tensor)
+    assert whole(tensor.flatten()) != whole(tensor)
+    assert whole(tensor.flip(0)) != whole(tensor) != whole(tensor.flip(1))
 
 
 def test_zeros_of_either_sign_and_nans_are_told_apart_and_nothing_is_nothing():
