@@ -83,6 +83,21 @@ def _named(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
+class Silence:
+    """Since when which ranks have not reported, as this rank has seen it."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def longer_than(self, seconds: float, reports: Mapping[int, Report], now: float) -> int | None:
+        """The rank that is silent for the longest, if that is more than ``seconds``; ``now`` by a clock that never jumps."""
+        for rank, report in reports.items():
+            if rank not in self._heard or self._heard[rank][0] != report.number:
+                self._heard[rank] = report.number, now
+        rank, (_, heard) = min(self._heard.items(), key=lambda item: item[1][1])
+        return rank if now - heard > seconds else None
+
+
 class Alarm:
     """Tells that something takes longer than ``after`` seconds, and again whenever the time has doubled."""
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,9 +24,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from loopscale.durable import replacing
-from loopscale.errors import LoopscaleError
+from loopscale.errors import ClusterError, LoopscaleError
 from loopscale.parallel import crash
-from loopscale.parallel.reports import BEAT, LISTENING, Alarm, Report, whereabouts
+from loopscale.parallel.reports import BEAT, LISTENING, Alarm, Report, Silence, whereabouts
 from loopscale.parallel.waits import Waits
 
 ASKING = 5.0
@@ -51,6 +52,8 @@ class Watch:
         self._stop, self._ends = threading.Event(), False
         self._heard, self._file = "", ""
         self._folder: Path | None = None
+        self._silence, self._silent_for, self._patient = Silence(), math.inf, False
+        self._end: Callable[[str], None] = lambda sentence: None
         self._alarm: Alarm | None = None
         self._store: dist.Store | None = None
         if world > 1:
@@ -69,12 +72,25 @@ class Watch:
         """Begins what may take too long: step ``step``, or a ``phase`` of the run around it."""
         self._phase, self._step = (phase, time.monotonic()), step
 
-    def attend(self, folder: Path, stuck_after: float) -> None:
+    def attend(self, folder: Path, stuck_after: float, silent_for: float, end: Callable[[str], None]) -> None:
         """From now on ``folder`` takes the run's crash file; and where rank 0 finds that a phase takes longer than
-        ``stuck_after`` seconds (0: never), it says who waits for whom, there too."""
-        self._folder = folder
+        ``stuck_after`` seconds (0: never), it says who waits for whom, there too.
+
+        ``silent_for`` is how many seconds a rank may be silent when the others wait :meth:`patiently`; ``end`` is told why,
+        and ends the process."""
+        self._folder, self._silent_for, self._end = folder, silent_for, end
         if self._rank == 0 and stuck_after:
             self._alarm = Alarm(stuck_after)
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Around waits that may take much longer than a rank may be silent: while one works, its reports go on. Where they
+        stop, or the store does, the process ends from the reporting thread, for the main one cannot be woken."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
 
     def close(self) -> None:
         """Ends the reports."""
@@ -102,15 +118,7 @@ class Watch:
             lost = 0
         if lost is None:
             return self._last_words(f"contact to another rank is lost ({_first_line(error)}); {noticed}", error)
-        where = " (stage 0)" if lost == 0 else ""  # rank 0 is of the home stage at every layout
-        who = f"rank {lost}{where} is gone, or has not answered for {timeout:g} s"
-        if lost in reports:
-            report = reports[lost]
-            who = (
-                f"rank {lost} ({report.role}) is gone, or has not answered for {timeout:g} s; "
-                f"when last heard, {time.time() - report.time:.0f} s ago, it was {report.doing}"
-            )
-        return self._last_words(f"{who}; {noticed}", error)
+        return self._last_words(f"{_is_gone(lost, reports.get(lost), timeout)}; {noticed}", error)
 
     def _lost(self, before: dict[int, Report], reports: dict[int, Report], timeout: float) -> int | None:
         """Of the silent ranks the one that was waited for, or the first to fall silent; else one that reports still, but has
@@ -169,6 +177,20 @@ class Watch:
         if self._heard and not self._file and store.check(["file"]):
             self._file = store.get("file").decode()
 
+    def _give_up(self, lost: int, report: Report | None) -> None:
+        """Ends the process because of a silent rank, unless the main thread does already."""
+        if self._patient and not self._ends:
+            store = "" if report else "the ranks' store, on the host of rank 0, does not answer either; "
+            noticed = f"{store}rank {self._rank} ({self.role}) noticed while {self.doing}"
+            sentence = f"{_is_gone(lost, report, self._silent_for)}; {noticed}"
+            self._end(self._last_words(sentence, ClusterError(sentence)))
+
+    def _look_for_silent(self, store: dist.Store) -> None:
+        """Two ranks do, for one of them may be the silent one; the others see them end."""
+        reports = self._read(store) if self._patient and self._rank < 2 else {}
+        if reports and (lost := self._silence.longer_than(self._silent_for, reports, time.monotonic())) is not None:
+            self._give_up(lost, reports[lost])
+
     def _report(self, store: dist.Store) -> None:
         waiting_for: tuple[int, ...] = ()
         for number in itertools.count():
@@ -181,9 +203,11 @@ class Watch:
             try:
                 store.set(f"{self._rank}", json.dumps(asdict(report)))
                 self._listen(store)
+                self._look_for_silent(store)
                 text = self._alarm and self._alarm.look(self._phase, time.monotonic(), lambda: self._read(store))
             except (RuntimeError, dist.DistError):  # the store is gone, and with it whoever might ask
                 self._store = None
+                self._give_up(0, None)
                 return
             if text:  # by a thread of its own: a file system that hangs may be what it tells of
                 threading.Thread(target=self._warn, args=(text,), daemon=True).start()
@@ -238,6 +262,16 @@ def _in_time(action: Callable[[], Answer]) -> Answer | None:
     except RuntimeError:  # no memory for a thread: this may be why the run ends, and the others must hear it
         act()
     return answers[0] if answers else None
+
+
+def _is_gone(rank: int, report: Report | None, timeout: float) -> str:
+    if report is None:
+        where = " (stage 0)" if rank == 0 else ""  # rank 0 is of the home stage at every layout
+        return f"rank {rank}{where} is gone, or has not answered for {timeout:g} s"
+    return (
+        f"rank {rank} ({report.role}) is gone, or has not answered for {timeout:g} s; when last heard, "
+        f"{time.time() - report.time:.0f} s ago, it was {report.doing}"
+    )
 
 
 def _see(path: str) -> str:

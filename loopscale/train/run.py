@@ -52,7 +52,7 @@ from loopscale.train.limit import TimeLimit
 from loopscale.train.measure import measured_slices
 from loopscale.train.memory import Planned, check_fits, explain, is_out_of_memory
 from loopscale.train.profile import profiler
-from loopscale.train.signals import StopRequest
+from loopscale.train.signals import StopRequest, leave_lost
 from loopscale.train.snapshot import Progress
 from loopscale.train.spikes import Spike, find_spike, losses_of
 from loopscale.train.step import StepResult, TrainStep
@@ -135,9 +135,11 @@ class Run:
         check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
         self.folder = meshes.on_main(lambda: self._claimed(stem, resume))
         stuck_after = config.train.stuck_after
-        mesh.watch.attend(self.folder, config.parallel.timeout / 2 if stuck_after is None else stuck_after)
+        timeout = config.parallel.timeout
+        mesh.watch.attend(self.folder, timeout / 2 if stuck_after is None else stuck_after, timeout, leave_lost)
         self.patient = meshes.patient_group(config.checkpoint.timeout)
-        place = folders.past(self.folder, config, resume, self.patient)
+        with mesh.watch.patiently():
+            place = folders.past(self.folder, config, resume, self.patient)
         self.storage = storage_of(self.folder, config.checkpoint.folder)
         self.saver = Saver(self.storage, config.checkpoint, self.patient)
         self.limit = TimeLimit(config.train.max_time, SAVED_BYTES * self.counts.total)
@@ -330,7 +332,8 @@ class Run:
         """Goes on from the newest checkpoint, but behind the samples that were read; False where there is none. A collective."""
         now, self.mesh.watch.doing = self.progress, f"going back from step {self.progress.step}"
         self._hear_of_save(wait=True)
-        place = folders.past(self.folder, self.config, "auto", self.patient)
+        with self.mesh.watch.patiently():
+            place = folders.past(self.folder, self.config, "auto", self.patient)
         if place.checkpoint is None:
             return False
         with self.memory.aside():
@@ -405,7 +408,8 @@ class Run:
         """Commits a checkpoint, or lets one be committed; one that fails is told and tried again, unless it ``must`` be."""
         progress = self.progress
         self.mesh.watch.begin(f"saving step {progress.step}", progress.step)
-        self._hear_of_save(wait=True)
+        with self.mesh.watch.patiently():
+            self._hear_of_save(wait=True)
         score = validation.get(self.config.depth.evaluation_depth)
         own = snapshot.own(self.stage, self.optimizer, self.mesh)
         content = Snapshot(progress.step, own, self._state(), self._companions(), {BEST: score})
@@ -413,7 +417,9 @@ class Run:
             self.saver.request(content)
             return
         try:
-            self._tell_saved(self.saver.save(content))
+            with self.mesh.watch.patiently():
+                saved = self.saver.save(content)
+            self._tell_saved(saved)
             self._retry_save_at = None
         except CheckpointError as error:
             if must:
@@ -509,7 +515,8 @@ class Run:
             changes = snapshot.changes(place.checkpoint, config, self.corpus.fingerprint, self.batch.global_batch)
             self._go_on_from(place.checkpoint)
         elif init is not None:
-            load_weights(find(init, self.folder / "fetched", self.patient), self.stage)
+            with mesh.watch.patiently():
+                load_weights(find(init, self.folder / "fetched", self.patient), self.stage)
             self.optimizer.begin_at(0)
         self.started = time.monotonic() - self.progress.elapsed
         self._measure_matmul_rate()
@@ -517,7 +524,8 @@ class Run:
 
     def _go_on_from(self, checkpoint: Path) -> None:
         """Weights, moments, counters and the law of the depths as a verified checkpoint has them. A collective."""
-        state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh, self.patient)
+        with self.mesh.watch.patiently():
+            state = snapshot.restore(checkpoint, self.stage, self.optimizer, self.mesh, self.patient)
         self.progress = state.progress()
         self.step.law.load(state.law)
 

@@ -103,6 +103,11 @@ class StopRequest:
                         _say(f"asked to stop by {name}: saves behind this step, within {self._grace:g} s; again: ends at once")
 
 
+def leave_lost(sentence: str) -> None:
+    """Ends the process because of a lost rank, from a thread: the main one waits for it."""
+    _leave(f"error: {sentence}; start again with --resume auto", failed=True)
+
+
 _STANDS = "the last checkpoint stands, go on with --resume auto"
 
 

@@ -8,11 +8,25 @@ import pytest
 
 from loopscale.parallel import mesh as meshes
 from loopscale.parallel.mesh import Mesh
-from loopscale.parallel.reports import LISTENING, Alarm, Report, whereabouts, who_waits
+from loopscale.parallel.reports import LISTENING, Alarm, Report, Silence, whereabouts, who_waits
 
 
 def report(doing: str, held: float, waiting_for=(), number: int = 7, role: str = "stage 0, node1") -> Report:
     return Report(number, 1000.0, role, doing, 1000.0 - held, waiting_for, "stage.py:12")
+
+
+def test_a_rank_is_silent_since_its_number_stands_still():
+    silence = Silence()
+    for now, numbers, expected in (
+        (0.0, (1, 1), None),
+        (5.0, (2, 1), None),
+        (9.0, (3, 2), None),  # it was late
+        (18.0, (3, 2), None),  # nobody was heard for 9 s: perhaps it was the listener who slept
+        (19.0, (4, 2), None),
+        (19.1, (4, 2), 1),
+    ):
+        reports = {rank: report("saving step 5", 1, number=number) for rank, number in enumerate(numbers)}
+        assert silence.longer_than(10.0, reports, now) == expected, now
 
 
 def test_the_silent_come_first_then_those_that_wait_for_nobody_the_longest_before_the_others():

@@ -6,6 +6,7 @@ Several watches of one process share a store, as ranks do.
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import time
@@ -36,7 +37,7 @@ class Crew:
 
     def attend(self, folder: Path, stuck_after: float = 0.0) -> None:
         for watch in self.ranks:
-            watch.attend(folder, stuck_after)
+            watch.attend(folder, stuck_after, math.inf, print)
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_where_no_file_is_left_the_sentence_is_told_without_it(crew: Crew, tmp_p
 
 def test_one_process_leaves_the_file_too(tmp_path):
     alone = Watch(dist.HashStore(), 0, 1, "stage 0", Waits(torch.device("cpu")))
-    alone.attend(tmp_path, 0)
+    alone.attend(tmp_path, 0, math.inf, print)
     alone.stopped(failed(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
     left = json.loads((tmp_path / crash.NAME).read_text())
     assert left["sentence"] == "rank 0 stopped: RuntimeError: mat1 and mat2 shapes cannot be multiplied"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ STEP = 5
 HOST = re.escape(socket.gethostname())
 LAST_HEARD = rf"when last heard, \d+ s ago, it was running visit 1 of microbatch 1 of step {STEP}"
 NOTICED = rf"rank \d \(stage \d(?:, tensor rank \d)?, {HOST}\) noticed while [a-z]+ .+ of step {STEP}"
-SEE = r"see \S+/lost/crash\.json"
+SEE = r"see \S+/(?:lost|silent)/crash\.json"
 GO_ON = "start again with --resume auto"
 SETTINGS = [f"parallel.timeout={TIMEOUT}", "checkpoint.every=3", "train.steps=7"]
 
@@ -69,6 +70,21 @@ def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, 
         assert left["doing"] == f"running visit 1 of microbatch 1 of step {STEP}"
         assert left["traceback"][-1] == "loopscale.errors.DataError: shard 3 is damaged"
         assert any(re.search(r'lost_rank\.py", line \d+, in fault', line) for line in left["traceback"])
+
+
+def test_a_rank_that_falls_silent_in_a_save_is_named_though_saves_may_take_an_hour(runs: Runs):
+    """Rank 0 waits for it in a group of ranks with a timeout of an hour; the watch ends what the group would not."""
+    settings = ["parallel.pipeline=3", "checkpoint.every=2", f"parallel.timeout={TIMEOUT}"]
+    command = runs.command("silent", *settings, script=str(Path(__file__).with_name("silent_save.py")))
+    with runs.job("silent", [command] * 3) as job:
+        job.wait(lambda: job.is_stopped(2), STARTING)
+        job.wait(lambda: job.has_ended(0) and job.has_ended(1), TIMEOUT + EXPLAINING)
+        for rank in (0, 1):
+            assert job.ranks[rank].returncode == 1
+            assert re.search(
+                rf"error: rank 2 \(stage 2, {HOST}\) is gone, or has not answered for {TIMEOUT} s; when last heard, \d+ s ago, "
+                rf"it was .+; rank \d \(stage \d, {HOST}\) noticed while .+; {SEE}; {GO_ON}", job.printed(rank)
+            ), job.all_printed()  # fmt: skip
 
 
 def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
