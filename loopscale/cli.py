@@ -271,6 +271,8 @@ def _generate(options: argparse.Namespace) -> int:
     from loopscale.inference.load import load
 
     model = load(options.checkpoint)
+    for note in model.notes:
+        print(f"! {note}", file=sys.stderr)
     text = model.generate(
         options.prompt, depth=options.depth, max_new_tokens=options.max_new_tokens,
         temperature=options.temperature, top_k=options.top_k, seed=options.seed,

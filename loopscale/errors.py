@@ -6,6 +6,7 @@ command line returns: 2 for a mistake that the user can mend, 1 for a fault of d
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,9 @@ class NumericsError(LoopscaleError):
 
 def describe_fault(error: OSError) -> str:
     """A fault of the file system or the network in one sentence: the path and the reason."""
+    if isinstance(error, shutil.Error):  # of a tree: a list of (source, target, reason)
+        _, target, reason = error.args[0][0]
+        return f"{target}: {reason}"
     where = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or str(error)
     return f"{where}{reason}"

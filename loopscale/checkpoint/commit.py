@@ -22,13 +22,15 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from loopscale.durable import file_digest, sync, sync_tree
+from loopscale.durable import file_digest, replacing, sync, sync_tree
 from loopscale.errors import CheckpointError, UsageError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 REQUIRED = ("state.json", "config.yaml", "tensors/index.json")
 """What every checkpoint holds."""
+PROBED = 4096
+"""Bytes that are written to see whether it can be done."""
 MANIFEST_BYTES = 2**24
 """A manifest that is larger is none of ours: some 120,000 files."""
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
@@ -94,6 +96,12 @@ class Manifest:
 class Storage(Protocol):
     """Where the checkpoints of a run are. Steps name them."""
 
+    where: str
+    """The folder or URL."""
+
+    def probe(self) -> None:
+        """Writes something there, and removes it; raises OSError where that fails."""
+
     def steps(self) -> list[int]:
         """Of committed checkpoints, newest first."""
 
@@ -135,7 +143,13 @@ class Folder:
     """Checkpoints in a folder that all ranks see."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.where = folder, str(folder)
+
+    def probe(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / ".probe") as out:
+            out.write(bytes(PROBED))
+        (self.folder / ".probe").unlink()
 
     def steps(self) -> list[int]:
         found = ((m, p) for p in self.folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)))
@@ -199,7 +213,12 @@ class ObjectStore:
     it is sent."""
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
+        self.url = self.where = url.rstrip("/")
+
+    def probe(self) -> None:
+        with self._reached() as (files, root):
+            files.pipe_file(f"{root}/probe", bytes(PROBED))
+            files.rm_file(f"{root}/probe")
 
     @cached_property
     def _files(self) -> tuple[Any, str]:
@@ -292,12 +311,17 @@ class ObjectStore:
 
 def storage_at(location: str | Path) -> Storage:
     """The checkpoints in a folder, or below a URL."""
-    return ObjectStore(location) if isinstance(location, str) and "://" in location else Folder(Path(location))
+    scheme, _, path = str(location).rpartition("://")
+    return ObjectStore(str(location)) if scheme not in ("", "file", "local") else Folder(Path(path).expanduser())
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint's folder; raises :class:`CheckpointError` when there is none or it makes no sense."""
     path = checkpoint / MANIFEST
+    if not checkpoint.exists():
+        raise UsageError(f"{checkpoint} does not exist")
+    if (checkpoint / "metrics.jsonl").exists():
+        raise UsageError(f"{checkpoint} is a run; name one of its checkpoints, such as {checkpoint / 'checkpoints' / 'best'}")
     if not path.is_file():
         cut = ", its save was cut short" if checkpoint.name.endswith(_WRITING) else ""
         raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST}{cut}")

@@ -42,6 +42,8 @@ class Restored:
     tokenizer: Tokenizer
     end_of_text: int
     """Id of the token that ends a document."""
+    notes: tuple[str, ...]
+    """A sentence for each newer checkpoint that is damaged."""
 
 
 def restore(where: str | Path) -> Restored:
@@ -52,7 +54,7 @@ def restore(where: str | Path) -> Restored:
     from loopscale.corpus.tokenizer import end_of_text, load_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
-        checkpoint = find(where, Path(cache))
+        checkpoint, notes = find(where, Path(cache))
         config = _config_of(checkpoint).model_copy(update={"parallel": ParallelConfig()})  # one rank holds what many trained
         mesh = meshes.start(config.parallel)
         stage = LoopedStage(
@@ -62,7 +64,8 @@ def restore(where: str | Path) -> Restored:
         store.compare_digests(checkpoint, _weights(stage), add=lambda own: own)  # each rank has the whole model
         tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
         end = end_of_text(tokenizer, checkpoint / "tokenizer.json")
-    return Restored(checkpoint.name, _run_of(Path(where), checkpoint), config, stage.requires_grad_(False), mesh, tokenizer, end)
+    run, stage = _run_of(Path(where), checkpoint), stage.requires_grad_(False)
+    return Restored(checkpoint.name, run, config, stage, mesh, tokenizer, end, tuple(notes))
 
 
 def _config_of(checkpoint: Path) -> Config:
@@ -105,27 +108,29 @@ def pieces(stage: LoopedStage, kind: str, holder: Holder, first: int, flat: Tens
         yield Piece(f"{kind}/{box.weight.name}", box.weight.shape, box.offsets, here.view(box.sizes))
 
 
-def find(where: str | Path, cache: Path, group: dist.ProcessGroup | None = None) -> Path:
-    """The checkpoint at ``where``, or the newest whole one of the run there, verified, as a folder: one that lies behind a URL
-    is copied to ``cache``, which all ranks see. A collective of ``group``. Raises :class:`UsageError` when there is none."""
+def find(where: str | Path, cache: Path, group: dist.ProcessGroup | None = None) -> tuple[Path, list[str]]:
+    """The checkpoint at ``where``, or the newest whole one of the run there, verified, as a folder, and a sentence for each one
+    passed over. One that lies behind a URL is copied to ``cache``, which all ranks see. A collective of ``group``.
+
+    Raises :class:`UsageError` when there is none."""
     text, path = str(where).rstrip("/"), Path(where)
     if "://" in text:
         parent, _, name = text.rpartition("/")
         if step := re.fullmatch(r"step-(\d+)", name):
             checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(int(step[1]), cache), group)
             store.verify(checkpoint, group)
-            return checkpoint
+            return checkpoint, []
         storage = storage_at(text)
     elif (path / MANIFEST).is_file() and (path / "state.json").is_file():
         store.verify(path, group)
-        return path.resolve()  # by its own name: it may be called best
+        return path.resolve(), []  # by its own name: it may be called best
     else:
         storage = storage_of(path)
     newest, passed_over = store.newest_whole(storage, "fall_back", cache, group)
     if newest is not None:
-        return newest
-    if passed_over or (path / "checkpoints").is_dir():
-        raise UsageError(f"{where} has no whole checkpoint yet" + "".join(f"; {s}" for s in passed_over))
+        return newest, [f"{sentence}; {newest.name} is taken" for sentence in passed_over]
+    if passed_over or "://" in text or (path / "config.yaml").is_file():
+        raise UsageError(f"{where} has no whole checkpoint in {storage.where}" + "".join(f"; {s}" for s in passed_over))
     raise UsageError(f"{where} is neither a run folder nor a checkpoint (runs/NAME or runs/NAME/checkpoints/step-N)")
 
 

@@ -273,6 +273,14 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     if "://" in config.corpus.path and config.corpus.cache is None:
         yield Problem("corpus.cache", f"must name a local folder, since corpus.path {config.corpus.path} is a URL")
+    if (folder := config.checkpoint.folder) is not None:
+        scheme, _, rest = folder.partition("://") if "://" in folder else ("", "", folder)
+        if not rest.strip("/") and (scheme or not rest):
+            yield Problem("checkpoint.folder", f"{folder!r} names no folder; give one, or a URL such as s3://bucket/runs")
+        if scheme == "memory":
+            yield Problem(
+                "checkpoint.folder", f"{folder} ends with the process; give a folder, or a URL such as s3://bucket/runs"
+            )
     stuck_after, timeout = config.train.stuck_after, config.parallel.timeout
     if stuck_after is not None and stuck_after >= timeout:
         yield Problem(

@@ -78,6 +78,8 @@ def evaluate(
     corpus = restored.config.corpus
     samples, source = _held_out(corpus, sequences) if text is None else _text(restored, text, sequences)
     console = Console()
+    for note in restored.notes:
+        console.print(f"! {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     steps = _microbatches(samples, batch, restored)
     total = -(-len(samples) // batch)
     shown = track(

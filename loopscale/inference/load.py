@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class LoopedModel:
 
     def __init__(self, restored: Restored):
         self.config = restored.config
+        self.notes = restored.notes
+        """A sentence for each newer checkpoint that is damaged."""
         self._stage = restored.stage
         self.tokenizer, self.end_of_text = restored.tokenizer, restored.end_of_text
 
@@ -102,8 +105,14 @@ class LoopedModel:
 
 
 def load(path: str | Path) -> LoopedModel:
-    """The model of a checkpoint, or of a run's newest one. Raises :class:`UsageError` when there is none there."""
-    return LoopedModel(restore(path))
+    """The model of a checkpoint, or of a run's newest whole one; newer ones that are damaged are warned of.
+
+    Raises :class:`UsageError` when there is none there.
+    """
+    model = LoopedModel(restore(path))
+    for note in model.notes:
+        warnings.warn(note, stacklevel=2)
+    return model
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -33,6 +33,7 @@ from loopscale.checkpoint.commit import MANIFEST, Storage
 from loopscale.checkpoint.restore import storage_of
 from loopscale.config import Config
 from loopscale.errors import CheckpointError, UsageError
+from loopscale.parallel.mesh import on_main
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mosaicml-streaming", "numpy", "tokenizers", "transformers")
 
@@ -82,7 +83,7 @@ def _explicit(path: Path, config: Config) -> Path:
     return folder
 
 
-def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGroup | None) -> Place:
+def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGroup | None = None) -> Place:
     """What the run in ``folder`` goes on from, verified: nothing, the named checkpoint, or the newest whole one. A collective of
     ``group``.
 
@@ -98,12 +99,24 @@ def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGr
     checkpoint, passed_over = store.newest_whole(storage, config.checkpoint.on_damage, folder / "fetched", group)
     if checkpoint is None and passed_over:
         raise CheckpointError(
-            f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove them to start "
+            f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove that folder to start "
             f"again from nothing, or give another run.name"
+        )
+    if checkpoint is None and (saved := on_main(lambda: _last_saved(folder), group)):
+        raise UsageError(
+            f"{folder} has saved step {saved}, but there is no checkpoint in {storage.where}; bring them back, name their place "
+            f"in checkpoint.folder, or remove {folder} to start again from nothing"
         )
     if checkpoint is None and resume != "auto":
         raise UsageError(f"--resume {resume}: the run has no checkpoint yet; --resume auto would start it again")
     return Place(folder, checkpoint, tuple(passed_over))
+
+
+def _last_saved(folder: Path) -> int:
+    """The last step that the run's journal says was saved; 0 if none was."""
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines() if journal.exists() else []
+    return max((json.loads(line)["step"] for line in lines if b'"kind": "saved"' in line and line.endswith(b"}")), default=0)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -128,6 +141,13 @@ def claim(folder: Path) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def drop_empty(folder: Path) -> None:
+    """Removes the folder of a run that did not come to a start."""
+    inside = {path.name for path in folder.rglob("*")}
+    if inside <= {".lock", "checkpoints"}:
+        shutil.rmtree(folder)
 
 
 def set_aside_later(storage: Storage, step: int) -> list[str]:

@@ -96,7 +96,7 @@ def train(
     set_threads(loaded.config.train.threads, mesh.local_size)
     try:
         meshes.require_same(loaded.config)
-        with contextlib.closing(Run(loaded, mesh, stem, resume, init)) as run:
+        with contextlib.ExitStack() as held, contextlib.closing(Run(loaded, mesh, stem, resume, init, held)) as run:
             return run.go(stop, profile)
     except Exception as error:
         stop.fail()  # torchrun ends the others at once when one has died: they say why first
@@ -117,10 +117,18 @@ def train(
 
 
 class Run:
-    """A run between its start and its end; one per rank."""
+    """A run between its start and its end; one per rank. ``held`` lets its folder go, also where it does not come to a start."""
 
-    def __init__(self, loaded: Loaded[Config], mesh: Mesh, stem: str, resume: str | None, init: str | Path | None):
-        self.mesh, self.telemetry, self._lock = mesh, Telemetry(), contextlib.ExitStack()
+    def __init__(
+        self,
+        loaded: Loaded[Config],
+        mesh: Mesh,
+        stem: str,
+        resume: str | None,
+        init: str | Path | None,
+        held: contextlib.ExitStack,
+    ):
+        self.mesh, self.telemetry = mesh, Telemetry()
         corpus = loaded.config.corpus
         self.corpus = PackedCorpus(corpus.path, "train", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
         self.held_out = PackedCorpus(corpus.path, "validation", corpus.sequence_length, cache=corpus.cache, verify=corpus.verify)
@@ -133,7 +141,7 @@ class Run:
         self.stages = [stage for stage, _ in told]
         self.stragglers = Stragglers(self.stages, [role for _, role in told])
         check_fits(self._planned, self.stages[mesh.rank - mesh.local_rank :][: mesh.local_size])
-        self.folder = meshes.on_main(lambda: self._claimed(stem, resume))
+        self.folder = meshes.on_main(lambda: self._claimed(stem, resume, held))
         stuck_after = config.train.stuck_after
         timeout = config.parallel.timeout
         mesh.watch.attend(self.folder, timeout / 2 if stuck_after is None else stuck_after, timeout, leave_lost)
@@ -141,7 +149,9 @@ class Run:
         with mesh.watch.patiently():
             place = folders.past(self.folder, config, resume, self.patient)
         self.storage = storage_of(self.folder, config.checkpoint.folder)
+        meshes.on_main(self._probe)
         self.saver = Saver(self.storage, config.checkpoint, self.patient)
+        self._initial = ""
         self.limit = TimeLimit(config.train.max_time, SAVED_BYTES * self.counts.total)
         self._retry_save_at: int | None = None
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
@@ -155,9 +165,8 @@ class Run:
         meshes.on_main(lambda: self._introduce(loaded, place.checkpoint, init, notes))
 
     def close(self) -> None:
-        """Closes what tells of the run, and lets its folder go."""
+        """Closes what tells of the run."""
         self.telemetry.close()
-        self._lock.close()
 
     # ---- the run
 
@@ -441,7 +450,9 @@ class Run:
         if saved is not None:
             self.limit.saw_save(saved.seconds)
             took = f"{saved.size / 1e6:.0f} MB, {saved.seconds:.1f} s"
-            self.telemetry.event("saved", self.progress.step, f"checkpoints/step-{saved.step} ({took})")
+            own = Path(self.storage.where) == self.folder / "checkpoints"
+            where = "checkpoints" if own else self.storage.where
+            self.telemetry.event("saved", self.progress.step, f"{where}/step-{saved.step} ({took})")
             self._warn([f"older checkpoints could not be removed: {saved.fault}"] if saved.fault else [])
 
     def _warn_of_save(self, error: CheckpointError, remedy: str) -> None:
@@ -516,7 +527,9 @@ class Run:
             self._go_on_from(place.checkpoint)
         elif init is not None:
             with mesh.watch.patiently():
-                load_weights(find(init, self.folder / "fetched", self.patient), self.stage)
+                source, changes = find(init, self.folder / "fetched", self.patient)
+                load_weights(source, self.stage)
+            self._initial = source.name
             self.optimizer.begin_at(0)
         self.started = time.monotonic() - self.progress.elapsed
         self._measure_matmul_rate()
@@ -529,12 +542,26 @@ class Run:
         self.progress = state.progress()
         self.step.law.load(state.law)
 
-    def _claimed(self, stem: str, resume: str | None) -> Path:
+    def _claimed(self, stem: str, resume: str | None, held: contextlib.ExitStack) -> Path:
         """The folder of the run, taken for this process."""
         folder = folders.choose(self.config, stem, resume)
-        self._lock.enter_context(folders.claim(folder))
+        held.enter_context(folders.claim(folder))
+        held.callback(folders.drop_empty, folder)
         crash.set_aside(folder)
         return folder
+
+    def _probe(self) -> None:
+        """Finds out before the first step whether checkpoints can be written: after the last it would be late."""
+        needed, where = SAVED_BYTES * self.counts.total, self.storage.where
+        try:
+            self.storage.probe()
+        except OSError as error:
+            raise UsageError(f"checkpoints cannot be written to {where} (checkpoint.folder): {describe_fault(error)}") from None
+        if (free := self.storage.free()) < needed:
+            raise UsageError(
+                f"a checkpoint has {needed / 1e6:.0f} MB, and the disk of {where} {free / 1e6:.0f} MB free; make room, or name "
+                f"another checkpoint.folder"
+            )
 
     def _introduce(self, loaded: Loaded[Config], checkpoint: Path | None, init: str | Path | None, notes: list[str]) -> None:
         """Writes what the run is, opens the sinks and prints the head of the log."""
@@ -547,7 +574,7 @@ class Run:
         if checkpoint is not None:
             self.telemetry.event("resumed", resumed, f"from checkpoints/{checkpoint.name}")
         elif init is not None:
-            self.telemetry.event("init", resumed, f"weights from {init}")
+            self.telemetry.event("init", resumed, f"weights from {init} ({self._initial})")
 
     def _tell_from_here(self) -> list[str]:
         """Opens the sinks anew where the run stands, on rank 0: of what lies beyond, records are cut and checkpoints set

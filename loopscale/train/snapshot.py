@@ -17,7 +17,7 @@ from loopscale.checkpoint.parts import Piece, read_index
 from loopscale.checkpoint.restore import pieces
 from loopscale.config import Config
 from loopscale.config.show import differences
-from loopscale.errors import CheckpointError
+from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.stage import LoopedStage
 from loopscale.model.weights import Holder
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
@@ -123,7 +123,7 @@ def restore(
     state, moments = State.of(checkpoint), optimizer.moment_names()
     stored = {name.split("/")[0] for name in read_index(checkpoint)}
     if missing := [moment for moment in moments if moment not in stored]:
-        raise CheckpointError(
+        raise UsageError(
             f"{checkpoint} has no {' and no '.join(missing)}, which the optimizer of this run goes on from; a new run can start "
             f"from its weights, with --init {checkpoint}"
         )
@@ -137,11 +137,11 @@ def restore(
 def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: int) -> list[str]:
     """What differs from the run that wrote ``checkpoint``, one sentence each.
 
-    Raises :class:`CheckpointError` when something differs that a run must keep to be the same run.
+    Raises :class:`UsageError` when something differs that a run must keep to be the same run.
     """
     state = State.of(checkpoint)
     if state.corpus != fingerprint and not config.corpus.accept_change:
-        raise CheckpointError(
+        raise UsageError(
             f"{checkpoint} was trained on corpus {state.corpus[:12]}…, corpus.path {config.corpus.path} is "
             f"{fingerprint[:12]}…; name the right one, or set corpus.accept_change=true"
         )
@@ -149,7 +149,7 @@ def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: in
     found = [d for d in differing if d[0] != "batch.global_batch"]  # what counts is the settled size
     kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(folders.FIXED)]
     if kept:
-        raise CheckpointError(f"{checkpoint} was trained with {'; '.join(kept[:4])}; a resumed run keeps it")
+        raise UsageError(f"{checkpoint} was trained with {'; '.join(kept[:4])}; a resumed run keeps it")
     told = [f"{key} was {old}, is now {new}" for key, old, new in found if not key.startswith(folders.QUIET)]
     if state.global_batch != global_batch:
         step, steps, consumed = state.step, config.train.steps, state.consumed

@@ -106,7 +106,7 @@ def test_weights_alone_are_served_but_no_run_goes_on_from_them(mesh, tmp_path):
     optimizer = ZeroOptimizer(
         {h.parameter: p for h, p in stage.held()}, {h.parameter: h.weights[0].kind for h, _ in stage.held()}, config.optimizer, 0
     )
-    with pytest.raises(CheckpointError, match=r"has no exp_avg and no exp_avg_sq, which the optimizer of this run .* --init "):
+    with pytest.raises(UsageError, match=r"has no exp_avg and no exp_avg_sq, which the optimizer of this run .* --init "):
         snapshot.restore(tmp_path / "out", stage, optimizer, restored.mesh)
 
 

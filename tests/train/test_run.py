@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import loopscale
 from loopscale.checkpoint import store
 from loopscale.checkpoint.parts import read_index
 from loopscale.corpus.order import Order
@@ -214,7 +215,7 @@ def test_a_new_run_does_not_overwrite_one(one_process):
 
 
 def test_another_seed_is_not_resumed(one_process):
-    output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=1)
+    output = one_process.train("one", "run.seed=2", "train.steps=25", options=["--resume", "auto"], exit_code=2)
     assert "was trained with run.seed 1, the configuration says 2" in output
 
 
@@ -224,7 +225,7 @@ def test_a_resumed_run_keeps_what_it_is_and_tells_what_else_changed(runs):
         ("corpus.sequence_length=16", "corpus.sequence_length 32, the configuration says 16"),
         ("model.inject=add", "model.inject ortho, the configuration says add"),
     ):
-        assert told in runs.train("kept", "train.steps=3", override, options=["--resume", "auto"], exit_code=1)
+        assert told in runs.train("kept", "train.steps=3", override, options=["--resume", "auto"], exit_code=2)
     output = runs.train("kept", "train.steps=3", "optimizer.lr=0.001", "log.every=3", options=["--resume", "auto"])
     assert "optimizer.lr was 0.003, is now 0.001" in output
     assert "log.every was" not in output
@@ -244,6 +245,47 @@ def test_checkpoints_made_in_the_background_are_those_of_a_run_that_waits_for_th
         found, expected = store.load_state(ours), store.load_state(theirs)
         assert all(found[key] == expected[key] for key in found if key not in ("elapsed", "run_id"))
     assert not list((runs.path("behind") / "checkpoints").glob("*.writing"))
+
+
+def test_a_run_whose_checkpoints_are_out_of_sight_does_not_start_again_in_silence(runs, tmp_path):
+    """A disk that is not mounted, another folder, a copy: the run says where it looked, and keeps its records."""
+    there = f"checkpoint.folder={tmp_path / 'there'}"
+    output = runs.train("far", there, "train.steps=4", "checkpoint.every=2")
+    assert f"saved  {tmp_path}/there/far/step-4" in output
+    (tmp_path / "there").rename(tmp_path / "gone")
+    for setting, place in ((there, "there"), (f"checkpoint.folder={tmp_path / 'here'}", "here")):
+        output = runs.train("far", setting, "train.steps=6", options=["--resume", "auto"], exit_code=2)
+        assert f"far has saved step 4, but there is no checkpoint in {tmp_path / place}/far; bring them back" in output
+    assert [r["step"] for r in runs.records("far")] == [1, 2, 3, 4]
+    (tmp_path / "gone").rename(tmp_path / "there")
+    runs.train("far", "train.steps=6", options=["--resume", "auto"])  # it knows the folder
+    assert [r["step"] for r in runs.records("far")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("{tmp}/file", "checkpoints cannot be written to {tmp}/file/run (checkpoint.folder): {tmp}/file"),
+        ("/proc/x", "checkpoints cannot be written to /proc/x/run (checkpoint.folder): /proc/x"),
+        ("s3://", "'s3://' names no folder; give one, or a URL such as s3://bucket/runs"),
+        ("memory://x", "memory://x ends with the process; give a folder, or a URL such as s3://bucket/runs"),
+    ],
+)
+def test_a_place_that_takes_no_checkpoints_is_refused_before_the_first_step(runs, tmp_path, folder, sentence):
+    (tmp_path / "file").touch()
+    output = runs.train("run", f"checkpoint.folder={folder.format(tmp=tmp_path)}", exit_code=2)
+    assert sentence.format(tmp=tmp_path) in output
+    assert not runs.path("run").exists()
+
+
+def test_a_damaged_checkpoint_is_named_where_the_one_before_is_taken(runs, tmp_path):
+    runs.train("run", "train.steps=4", "checkpoint.every=2", f"checkpoint.folder=file://{tmp_path / 'url'}")
+    part = tmp_path / "url" / "run" / "step-4" / "tensors" / "rank-00000-000.safetensors"
+    part.write_bytes(part.read_bytes()[:-50])
+    output = runs.train("next", "train.steps=1", options=["--init", str(runs.path("run"))])
+    assert "(step-2)" in output
+    with pytest.warns(UserWarning, match=r"step-4 is damaged: tensors/rank-00000-000.* bytes, .*; step-2 is taken"):
+        loopscale.load(runs.path("run"))
 
 
 def test_another_global_batch_reads_on_where_the_samples_end(runs, text_corpus):
@@ -305,7 +347,7 @@ def test_another_corpus_is_not_resumed_unless_told(runs, tmp_path):
     built(tmp_path / "other", write_jsonl(tmp_path / "texts.jsonl", texts(299)))
     runs.train("moved", "train.steps=2", "checkpoint.every=2")
     moved = ["train.steps=3", f"corpus.path={tmp_path / 'other'}"]
-    output = runs.train("moved", *moved, options=["--resume", "auto"], exit_code=1)
+    output = runs.train("moved", *moved, options=["--resume", "auto"], exit_code=2)
     assert "set corpus.accept_change=true" in output
     runs.train("moved", *moved, "corpus.accept_change=true", options=["--resume", "auto"])
     assert [r["step"] for r in runs.records("moved")] == [1, 2, 3]
