@@ -3,7 +3,7 @@
 
 Every file is verified first, and the elements of the tensors against their digests. With OTHER the exit code is 0 when all
 tensors are equal to the bit and the counters of the state too (elapsed time and run_id aside), else 1; differences of the
-configurations are shown, and do not count. Memory stays below some 300 MB beside the index, whatever the checkpoint's size.
+configurations are shown, and do not count. Some 100 MB of memory are enough, beside libraries and the index.
 
     python tools/inspect_checkpoint.py runs/demo/checkpoints/step-550 [OTHER] [--filter 'weight/core.*'] [--json]
 """
@@ -11,6 +11,7 @@ configurations are shown, and do not count. Memory stays below some 300 MB besid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -34,14 +35,13 @@ def show(options: argparse.Namespace) -> int:
     from loopscale.checkpoint import inspect
     from loopscale.corpus.progress import progress_to
 
-    progress = progress_to(sys.stderr)
     how = {"verify": not options.no_verify, "pattern": options.filter}
     found: inspect.Inspection | inspect.Comparison
-    if options.other is None:
-        found = inspect.inspect(options.checkpoint, progress, **how)
-    else:
-        found = inspect.compare(options.checkpoint, options.other, progress, **how)
-    progress.close()
+    with contextlib.closing(progress_to(sys.stderr)) as progress:
+        if options.other is None:
+            found = inspect.inspect(options.checkpoint, progress, **how)
+        else:
+            found = inspect.compare(options.checkpoint, options.other, progress, **how)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.json:
         print(inspect.as_json(found))

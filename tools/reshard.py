@@ -11,6 +11,7 @@ moments stay behind: such a checkpoint can be used, and a new run can start from
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 import warnings
@@ -37,11 +38,9 @@ def run(options: argparse.Namespace) -> int:
     from loopscale.checkpoint.reshard import reshard
     from loopscale.corpus.progress import progress_to
 
-    progress = progress_to(sys.stderr)
-    manifest = reshard(
-        options.checkpoint, options.out, options.parts, progress, memory=options.memory, weights_only=options.weights_only
-    )
-    progress.close()
+    how = {"memory": options.memory, "weights_only": options.weights_only}
+    with contextlib.closing(progress_to(sys.stderr)) as progress:
+        manifest = reshard(options.checkpoint, options.out, options.parts, progress, **how)
     files = sum(f.name.endswith(".safetensors") for f in manifest.files)
     print(f"{options.out}: {manifest.size / 1e6:,.1f} MB in {options.parts} parts ({files} files)")
     return 0

@@ -18,10 +18,10 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -233,20 +233,13 @@ class PartWriter(StorageWriter):
             header[box.key(piece.name)] = {"dtype": "F32", "shape": box.sizes, "data_offsets": (begin, end)}
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)  # data are aligned
-        digests, sha256 = list[int](), hashlib.sha256()
+        sha256 = hashlib.sha256()
         path = self._storage.writing(self._step) / "tensors" / name
         with path.open("wb") as out, ThreadPoolExecutor(1) as beside:
             for content in (len(head).to_bytes(8, "little"), head):
                 out.write(content)
                 sha256.update(content)
-            for piece in pieces:
-                values = piece.read()
-                flat = values.cpu().contiguous().view(-1).numpy().data.cast("B")
-                hashed = beside.submit(sha256.update, flat)
-                digests.append(int(element_digest(values, piece.shape, piece.offsets)))
-                for at in range(0, len(flat), AT_ONCE):
-                    out.write(flat[at : at + AT_ONCE])
-                hashed.result()
+            digests = [_put(piece, out, sha256, beside) for piece in pieces]
             out.flush()
             os.fsync(out.fileno())
         file = File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest())
@@ -272,6 +265,18 @@ class PartWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _put(piece: Piece, out: BinaryIO, sha256: Any, beside: Executor) -> int:
+    """Writes the elements of a piece; returns their digest, and lets ``sha256`` go on with them meanwhile."""
+    values = piece.read()
+    flat = values.cpu().contiguous().view(-1).numpy().data.cast("B")
+    hashed = beside.submit(sha256.update, flat)
+    digest = int(element_digest(values, piece.shape, piece.offsets))
+    for at in range(0, len(flat), AT_ONCE):
+        out.write(flat[at : at + AT_ONCE])
+    hashed.result()
+    return digest
 
 
 class PartReader:

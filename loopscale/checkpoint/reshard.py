@@ -19,6 +19,7 @@ from loopscale.durable import sync, sync_tree
 from loopscale.errors import CheckpointError, UsageError
 
 LEAST_MEMORY = 2**24
+"""Bytes, an eighth of which is a box."""
 
 
 def reshard(
@@ -28,7 +29,7 @@ def reshard(
 
     All else is copied; with ``weights_only`` optimizer moments are left out. ``out`` appears whole or not at all, and holds
     the same elements as ``checkpoint``: their digests are compared. Takes less than ``memory`` bytes beside the index, as
-    long as a row of a tensor takes less than a quarter of that.
+    long as a row of a tensor takes less than an eighth of that.
 
     Raises :class:`UsageError` for arguments that cannot be, :class:`CheckpointError` when the checkpoint is damaged or
     ``out`` cannot be written.
@@ -50,18 +51,18 @@ def reshard(
 
     pieces = [
         _Distant(name, index[name].shape, offsets, torch.empty(sizes, device="meta"), part, reader=reader, told=told)
-        for name, offsets, sizes, part in _cut(index, parts, memory // 4 // 4)
+        for name, offsets, sizes, part in _cut(index, parts, memory // 8 // 4)
     ]
     if (filled := len({piece.part for piece in pieces})) < parts:
         raise UsageError(f"--parts is {parts}, and the rows of the tensors fill {filled} of them; use fewer")
     others = [f.name for f in manifest.files if not f.name.startswith("tensors/") and f.name != "state.json"]
-    files = {name: read_small(checkpoint, name, memory // 4) for name in others}
+    files, state = {name: read_small(checkpoint, name, memory // 4) for name in others}, store.load_state(checkpoint)
     progress.update("writing", 0, total)
-    storage = _Out(out, index)
+    snapshot, storage = store.Snapshot(state.get("step", 0), pieces, state, files, manifest.facts), _Out(out, index)
     try:
-        return store.save(storage, store.Snapshot(0, pieces, store.load_state(checkpoint), files, manifest.facts))
+        return store.save(storage, snapshot)
     finally:  # also when it is interrupted
-        storage.abandon(0)
+        storage.abandon(snapshot.step)
 
 
 def _cut(

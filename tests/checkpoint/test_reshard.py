@@ -153,17 +153,17 @@ def test_a_disk_without_room_and_an_interrupt_leave_nothing(mesh, tmp_path, monk
 
 MEMORY = 2**26
 PROBE = """
-import resource, sys
+import sys
 from pathlib import Path
-import torch, torch.distributed.checkpoint
+import torch
 from loopscale.checkpoint.reshard import reshard
 from loopscale.corpus.progress import Silent
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+from loopscale.diagnostics.memory import PeakMemory
 torch.set_num_threads(1)
 reshard(Path(sys.argv[1]), Path(sys.argv[2]), 3, Silent())  # libraries and buffers
-before = peak()
+memory = PeakMemory(torch.device("cpu"))
 reshard(Path(sys.argv[3]), Path(sys.argv[4]), 3, Silent(), memory=int(sys.argv[5]))
-print(peak() - before)
+print(memory.read())
 """
 
 
@@ -177,5 +177,5 @@ def test_memory_stays_below_what_it_may_take(mesh, tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", PROBE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < MEMORY
+    assert MEMORY / 8 < int(done.stdout) < MEMORY
     assert inspect.compare(tmp_path / "step-1", tmp_path / "out", Silent()).same

@@ -90,3 +90,17 @@ def test_mistakes_and_damage_are_one_sentence(start, tmp_path):
     wrong = start("reshard.py", str(GOLDEN), "out", "--parts", "2", "--memory", "lots")
     assert wrong.returncode == 2
     assert wrong.printed().endswith("argument --memory: 'lots' is not a size such as 512MiB or 1GiB\n")
+
+
+def test_bench_checkpoint_states_ratios_to_torch_and_what_a_save_in_the_background_takes(run, tmp_path):
+    (folder := tmp_path / "bench").mkdir()
+    printed = run("bench_checkpoint.py", "--size", "1", "--rounds", "1", "--width", "32", "--folder", folder)
+    rows = re.findall(r"^(\d) rank\(s\), (plain|ours) +(.*)$", printed, re.MULTILINE)
+    assert [(ranks, who) for ranks, who, _ in rows] == [(ranks, who) for ranks in "12" for who in ("plain", "ours")]
+    for _, who, numbers in rows:
+        save, save_rate, save_ratio, load, load_rate, load_ratio = map(float, numbers.split())
+        assert min(save, save_rate, load, load_rate) > 0
+        assert who == "ours" or (save_ratio, load_ratio) == (1, 1)
+    assert re.search(r"^in the background +stall \d+ ms = [\d.]+ steps$", printed, re.MULTILINE)
+    assert re.search(r"^memory above without +-?\d+ MB, predicted \d+ MB$", printed, re.MULTILINE)
+    assert not list(folder.iterdir())
