@@ -257,7 +257,7 @@ def background(folder: str, width: int, steps: int = 5) -> dict[str, float]:
     def content(number: int) -> Snapshot:
         return Snapshot(number, snapshot.own(stage, optimizer, mesh), {}, {"config.yaml": "x: 1"})
 
-    saver = Saver(Folder(Path(folder)), CheckpointConfig(keep=1, background=True), timeout=600)
+    saver = Saver(Folder(Path(folder)), CheckpointConfig(keep=1, background=True), None)
     step()
     at_once = min(timed(lambda: saver.save(content(1))), timed(lambda: saver.save(content(2))))
     alone, without = [step() for _ in range(steps)], peak_of(step)
