@@ -52,7 +52,7 @@ class Watch:
         self._stop, self._ends = threading.Event(), False
         self._heard, self._file = "", ""
         self._folder: Path | None = None
-        self._silence, self._silent_for, self._patient = Silence(), math.inf, False
+        self._silence, self._silent_for, self._patient, self._beaten = Silence(), math.inf, False, 0.0
         self._end: Callable[[str], None] = lambda sentence: None
         self._alarm: Alarm | None = None
         self._store: dist.Store | None = None
@@ -86,11 +86,15 @@ class Watch:
     def patiently(self) -> Iterator[None]:
         """Around waits that may take much longer than a rank may be silent: while one works, its reports go on. Where they
         stop, or the store does, the process ends from the reporting thread, for the main one cannot be woken."""
-        self._patient = True
+        over = threading.Event()
+        self._patient, self._beaten = True, time.monotonic()
+        if self._store is not None and self._rank:
+            threading.Thread(target=self._guard, args=(over,), daemon=True).start()
         try:
             yield
         finally:
             self._patient = False
+            over.set()
 
     def close(self) -> None:
         """Ends the reports."""
@@ -185,6 +189,17 @@ class Watch:
             sentence = f"{_is_gone(lost, report, self._silent_for)}; {noticed}"
             self._end(self._last_words(sentence, ClusterError(sentence)))
 
+    def _guard(self, over: threading.Event) -> None:
+        """The store may be in the process of rank 0, and when that falls silent the reporting thread hangs with it."""
+        looked = time.monotonic()
+        while not over.wait(BEAT):
+            slept, looked = time.monotonic() - looked > LISTENING, time.monotonic()
+            if slept:  # this process was the silent one
+                self._beaten = looked
+            elif looked - self._beaten > self._silent_for:
+                self._give_up(0, None)
+                return
+
     def _look_for_silent(self, store: dist.Store) -> None:
         """Two ranks do, for one of them may be the silent one; the others see them end."""
         reports = self._read(store) if self._patient and self._rank < 2 else {}
@@ -209,6 +224,7 @@ class Watch:
                 self._store = None
                 self._give_up(0, None)
                 return
+            self._beaten = time.monotonic()
             if text:  # by a thread of its own: a file system that hangs may be what it tells of
                 threading.Thread(target=self._warn, args=(text,), daemon=True).start()
             if self._stop.wait(BEAT):

@@ -72,19 +72,26 @@ def test_every_other_rank_ends_and_names_the_lost_one(runs: Runs, layout, size, 
         assert any(re.search(r'lost_rank\.py", line \d+, in fault', line) for line in left["traceback"])
 
 
-def test_a_rank_that_falls_silent_in_a_save_is_named_though_saves_may_take_an_hour(runs: Runs):
-    """Rank 0 waits for it in a group of ranks with a timeout of an hour; the watch ends what the group would not."""
+@pytest.mark.parametrize(
+    ("silent", "sentence"),
+    [
+        (2, rf"rank 2 \(stage 2, {HOST}\) is gone, or has not answered for {TIMEOUT} s; when last heard, \d+ s ago, it was .+;"),
+        (0, rf"rank 0 \(stage 0\) is gone, or has not answered for {TIMEOUT} s; the ranks' store, .+ does not answer either;"),
+    ],
+    ids=["rank-2", "rank-0-with-the-store"],
+)
+def test_a_rank_that_falls_silent_in_a_save_is_named_though_saves_may_take_an_hour(runs: Runs, silent, sentence):
+    """The others wait for it in a group of ranks with a timeout of an hour; the watch ends what the group would not."""
     settings = ["parallel.pipeline=3", "checkpoint.every=2", f"parallel.timeout={TIMEOUT}"]
     command = runs.command("silent", *settings, script=str(Path(__file__).with_name("silent_save.py")))
-    with runs.job("silent", [command] * 3) as job:
-        job.wait(lambda: job.is_stopped(2), STARTING)
-        job.wait(lambda: job.has_ended(0) and job.has_ended(1), TIMEOUT + EXPLAINING)
-        for rank in (0, 1):
+    with runs.job("silent", [command] * 3, environment={"SILENT": str(silent)}) as job:
+        job.wait(lambda: job.is_stopped(silent), STARTING)
+        others = [rank for rank in range(3) if rank != silent]
+        job.wait(lambda: all(map(job.has_ended, others)), TIMEOUT + EXPLAINING)
+        for rank in others:
             assert job.ranks[rank].returncode == 1
-            assert re.search(
-                rf"error: rank 2 \(stage 2, {HOST}\) is gone, or has not answered for {TIMEOUT} s; when last heard, \d+ s ago, "
-                rf"it was .+; rank \d \(stage \d, {HOST}\) noticed while .+; {SEE}; {GO_ON}", job.printed(rank)
-            ), job.all_printed()  # fmt: skip
+            noticed = rf"rank \d \(stage \d, {HOST}\) noticed while .+; {SEE}; {GO_ON}"
+            assert re.search(rf"error: {sentence} {noticed}", job.printed(rank)), job.all_printed()
 
 
 def test_torchrun_ends_the_job_the_sentence_is_told_and_the_run_goes_on(runs: Runs):
