@@ -152,8 +152,8 @@ class Folder:
         (self.folder / ".probe").unlink()
 
     def steps(self) -> list[int]:
-        found = ((m, p) for p in self.folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)))
-        return sorted((int(m[1]) for m, p in found if (p / MANIFEST).is_file()), reverse=True)
+        found = (step_of(p.name) for p in self.folder.glob("step-*") if (p / MANIFEST).is_file())
+        return sorted((step for step in found if step is not None), reverse=True)
 
     def manifest(self, step: int) -> Manifest:
         return read_manifest(self._place(step))
@@ -247,8 +247,8 @@ class ObjectStore:
     def steps(self) -> list[int]:
         with self._reached() as (files, root):
             files.invalidate_cache()
-            names = (PurePosixPath(path).parts[-2] for path in files.glob(f"{root}/step-*/{MANIFEST}"))
-            return sorted((int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name))), reverse=True)
+            found = (step_of(PurePosixPath(path).parts[-2]) for path in files.glob(f"{root}/step-*/{MANIFEST}"))
+            return sorted((step for step in found if step is not None), reverse=True)
 
     def manifest(self, step: int) -> Manifest:
         with self._reached() as (files, root):
@@ -309,6 +309,12 @@ class ObjectStore:
         return place
 
 
+def step_of(name: str) -> int | None:
+    """The step of a committed checkpoint's folder; None for other names."""
+    found = re.fullmatch(r"step-(\d+)", name)
+    return int(found[1]) if found else None
+
+
 def storage_at(location: str | Path) -> Storage:
     """The checkpoints in a folder, or below a URL."""
     scheme, _, path = str(location).rpartition("://")
@@ -362,9 +368,14 @@ def _damage(checkpoint: Path, file: File) -> str | None:
     return None
 
 
+def best_first(scores: Mapping[int, float]) -> list[int]:
+    """Steps by their score, the lowest first; of equal ones the newest."""
+    return sorted(scores, key=lambda step: (scores[step], -step))
+
+
 def outlived(steps: Sequence[int], scores: Mapping[int, float], keep: int, keep_every: int, keep_best: int) -> list[int]:
     """Steps, of those committed, whose checkpoints may go: all but the ``keep`` newest, multiples of ``keep_every``, and the
     ``keep_best`` with the lowest score."""
     newest = sorted(steps, reverse=True)[:keep]
-    best = sorted((s for s in steps if s in scores), key=lambda s: (scores[s], -s))[:keep_best]
+    best = best_first({s: scores[s] for s in steps if s in scores})[:keep_best]
     return [s for s in sorted(steps) if s not in newest and s not in best and not (keep_every and s % keep_every == 0)]

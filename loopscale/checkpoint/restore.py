@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.commit import MANIFEST, Folder, Storage, storage_at
+from loopscale.checkpoint.commit import MANIFEST, Folder, Storage, step_of, storage_at
 from loopscale.checkpoint.parts import Piece, read_index
 from loopscale.config import Config, from_values, load
 from loopscale.config.tree import ParallelConfig
@@ -116,8 +115,8 @@ def find(where: str | Path, cache: Path, group: dist.ProcessGroup | None = None)
     text, path = str(where).rstrip("/"), Path(where)
     if "://" in text:
         parent, _, name = text.rpartition("/")
-        if step := re.fullmatch(r"step-(\d+)", name):
-            checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(int(step[1]), cache), group)
+        if (step := step_of(name)) is not None:
+            checkpoint = meshes.on_main(lambda: storage_at(parent).fetch(step, cache), group)
             store.verify(checkpoint, group)
             return checkpoint, []
         storage = storage_at(text)

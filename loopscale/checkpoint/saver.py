@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.commit import Storage, outlived
+from loopscale.checkpoint.commit import Storage, best_first, outlived
 from loopscale.checkpoint.store import Snapshot
 from loopscale.config.tree import CheckpointConfig
 from loopscale.errors import CheckpointError, LoopscaleError
@@ -95,4 +95,4 @@ class Saver:
         for step in outlived(steps, scores, config.keep, config.keep_every, config.keep_best):
             self._storage.remove(step)
         if config.keep_best and scores:
-            self._storage.point_at_best(min(scores, key=lambda s: (scores[s], -s)))
+            self._storage.point_at_best(best_first(scores)[0])

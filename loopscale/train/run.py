@@ -459,13 +459,11 @@ class Run:
         self.telemetry.event("warning", self.progress.step, f"{error}; the one before is kept, and {remedy}")
 
     def _state(self) -> dict[str, Any]:
-        return {
-            **asdict(self.progress),
-            "applied_steps": self.optimizer.applied_steps,
-            "law": self.step.law.state(),
-            "corpus": self.corpus.fingerprint,
-            "global_batch": self.batch.global_batch,
-        }
+        state = snapshot.State(
+            **asdict(self.progress), applied_steps=self.optimizer.applied_steps, law=self.step.law.state(),
+            corpus=self.corpus.fingerprint, global_batch=self.batch.global_batch,
+        )  # fmt: skip
+        return asdict(state)
 
     def _companions(self) -> dict[str, str | bytes]:
         """What makes a checkpoint usable alone."""
