@@ -14,12 +14,17 @@ NAME = "crash.json"
 
 
 def write(folder: Path, facts: Mapping[str, Any], error: BaseException) -> Path | None:
-    """Writes ``facts`` and the traceback of ``error``, unless there is such a file. None where that fails too, for want of
-    disk or memory say: the error itself matters more."""
+    """Writes ``facts``, the rank among them, and the traceback of ``error``, unless there is such a file. None where that
+    fails too, for want of disk or memory say: the error itself matters more.
+
+    Ranks that have lost contact to each other may all be first: each then writes a whole file, and one of them stays.
+    """
     path = folder / NAME
     try:
         if not path.exists():
-            write_json(path, {**facts, "traceback": _lines(error)})
+            own = folder / f"{NAME}.rank-{facts['rank']}"
+            write_json(own, {**facts, "traceback": _lines(error)})
+            own.replace(path)
     except Exception:
         return None
     return path

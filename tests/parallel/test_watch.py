@@ -9,8 +9,10 @@ import json
 import math
 import re
 import resource
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,23 @@ def test_a_file_that_cannot_be_written_hides_nothing(tmp_path):
     assert crash.write(tmp_path, {"rank": 0, "of": object()}, OutOfMemory("no")) is None
     assert not (tmp_path / crash.NAME).exists()
     crash.write(tmp_path, {"rank": 0}, Untellable())
+
+
+def test_ranks_that_fail_at_once_each_write_a_whole_file_and_one_of_them_stays(tmp_path):
+    """As where the store is lost, and no rank hears that another was first."""
+    ranks, together = range(8), threading.Barrier(8)
+
+    def fail(folder: Path, rank: int) -> Path | None:
+        together.wait()
+        return crash.write(folder, {"rank": rank}, DataError(f"told by {rank}"))
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for trial in range(20):
+            (folder := tmp_path / str(trial)).mkdir()
+            assert list(pool.map(fail, [folder] * len(ranks), ranks)) == [folder / crash.NAME] * len(ranks)
+            left = json.loads((folder / crash.NAME).read_text())
+            assert left["traceback"][-1] == f"loopscale.errors.DataError: told by {left['rank']}"
+            assert [path.name for path in folder.iterdir()] == [crash.NAME]
 
 
 def test_files_of_earlier_starts_are_set_aside_in_order(tmp_path):
