@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from loopscale.config.batch import settle
+from loopscale.config.cluster import ClusterConfig
 from loopscale.config.corpus import CorpusBuild
 from loopscale.config.tree import Config, DepthConfig, ModelConfig, Section
 from loopscale.errors import ConfigError, Problem
@@ -19,6 +20,8 @@ def check(config: Section) -> list[Problem]:
         return [*_model(config.model), *_depth(config), *_objective(config), *_layout(config), *_run(config)]
     if isinstance(config, CorpusBuild):
         return list(_corpus_build(config))
+    if isinstance(config, ClusterConfig):
+        return list(_cluster(config))
     return []
 
 
@@ -310,3 +313,18 @@ def _corpus_build(build: CorpusBuild) -> Iterator[Problem]:
     weighted = [s.weight is not None for s in build.sources]
     if any(weighted) and not all(weighted):
         yield Problem("sources", "give a weight to every source or to none")
+
+
+def _cluster(cluster: ClusterConfig) -> Iterator[Problem]:
+    container, job = cluster.container, cluster.job
+    if container.engine != "none" and container.image is None:
+        yield Problem("container.image", f"must be given for container.engine {container.engine}")
+    if container.engine == "none" and container.image is not None:
+        yield Problem("container.engine", f"is none, and container.image is {container.image}; use pyxis, apptainer or podman")
+    if job.notice >= 60 * job.time:
+        yield Problem("job.notice", f"is {job.notice} s, not less than job.time {job.time} min")
+    ours = {"nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "array", "dependency", "requeue", "job-name"}
+    for option in job.sbatch:
+        name = option.partition("=")[0].replace("_", "-")
+        if name in ours:
+            yield Problem("job.sbatch", f"has {option}, which is set by other keys and `loopscale launch` itself")
