@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import loopscale
 
@@ -22,6 +23,7 @@ Pretrain looped language models: one shared transformer block applied R times.
   eval RUN                 held-out perplexity at every depth
   generate RUN PROMPT      text from a checkpoint
   report RUN               one HTML page
+  launch slurm|local ...   start a run as a SLURM job or as processes of one terminal; its status, logs, end
   doctor                   what is installed, and what each absence costs
 """
 
@@ -139,9 +141,42 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", _report, "Write RUN/report.html, one page that works anywhere.")
     report.add_argument("folder", type=Path, metavar="RUN")
 
+    _launch_commands(commands, command)
+
     doctor = command("doctor", _doctor, "What is installed here, and what each absence costs.")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser], command: Callable[..., Any]) -> None:
+    launch = commands.add_parser("launch", help="start runs on a cluster, and look after them")
+    launch.set_defaults(parser=launch)
+    of = launch.add_subparsers(title="commands", metavar="COMMAND")
+
+    slurm = command("slurm", _launch_slurm, "Submit a run, or a study as an array, to SLURM.", of, add_help=False)
+    _config_arguments(slurm, "run")
+    slurm.add_argument("--cluster", type=Path, metavar="FILE", help="what the job asks for; cluster.KEY=VALUE changes it")
+    slurm.add_argument("--study", type=Path, metavar="FILE", help="the runs of a study, as an array, instead of CONFIG")
+    slurm.add_argument("--at-once", type=_positive, metavar="N", help="with --study: jobs at the same time; default all")
+    slurm.add_argument("--rehearse", action="store_true", help="the same job on CPUs with toy widths and a few steps")
+    slurm.add_argument("--dry-run", action="store_true", help="print the world and the batch script; submit nothing")
+
+    local = command("local", _launch_local, "Train with several processes of this machine.", of, add_help=False)
+    _config_arguments(local, "run")
+    local.add_argument("--nproc", type=_positive, required=True, metavar="N", help="processes, one rank each")
+    local.add_argument("--resume", metavar="WHERE", help="as of `loopscale train`")
+    local.add_argument("--init", metavar="WHERE", help="as of `loopscale train`")
+
+    status = command("status", _launch_status, "How launched runs stand.", of)
+    status.add_argument("names", nargs="*", metavar="RUN", help="runs to show; default all")
+    logs = command("logs", _launch_logs, "What the ranks of a launched run printed.", of)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until its jobs have ended")
+    cancel = command("cancel", _launch_cancel, "Cancel a run's jobs; what it has saved stays.", of)
+    requeue = command("requeue", _launch_requeue, "Start a run again where it stopped, with the code it was launched with.", of)
+    for one in (logs, cancel, requeue):
+        one.add_argument("name", metavar="RUN", help="name or folder of a launched run")
+    for any_of in (status, logs, cancel, requeue):
+        any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
 
 
 def _whole(text: str) -> int:
@@ -248,6 +283,95 @@ def _train(options: argparse.Namespace) -> int:
         loaded, stop, stem=options.config.stem, resume=options.resume, init=options.init, profile=options.profile  # type: ignore[arg-type]
     )  # fmt: skip
     return 0 if outcome.finished else INTERRUPTED
+
+
+def _launch_slurm(options: argparse.Namespace) -> int:
+    from loopscale.config import ClusterConfig, Config, load
+    from loopscale.config.study import load_study
+    from loopscale.errors import UsageError
+
+    of_cluster = [o.removeprefix("cluster.") for o in options.overrides if o.startswith("cluster.")]
+    of_run = [o for o in options.overrides if not o.startswith("cluster.")]
+    if options.study is not None and options.config is not None:  # what stands first is an override then
+        of_run.insert(0, str(options.config))
+    options.overrides = of_run
+    if options.cluster is None and not options.schema:
+        raise UsageError("launch slurm needs --cluster FILE: nodes, devices, partition, time (configs/cluster has examples)")
+    if options.study is None and (loaded := _load_config(options)) is None:
+        return 0
+    cluster = load(ClusterConfig, options.cluster, of_cluster).config
+
+    from loopscale.cluster.submit import Launch, named
+
+    if options.study is not None:
+        study = load_study(options.study, of_run)
+        runs: list[Config] = [run.loaded.config for run in study.runs]
+        launch = Launch.of(runs, cluster, study.folder, options.at_once)
+    else:
+        config = named(loaded.config, options.config.stem)  # type: ignore[attr-defined]
+        if options.rehearse:
+            from loopscale.cluster.rehearsal import rehearsed
+
+            config, cluster = rehearsed(config, cluster)
+        launch = Launch.of([config], cluster)
+    if options.dry_run:
+        print(launch.describe())
+        return 0
+    jobs = launch.submit()
+    job = cluster.job
+    print(f"submitted job{'s' * (len(jobs) > 1)} {', '.join(jobs)} · {job.nodes} × {job.devices} ranks · {launch.folder}")
+    print(f"  loopscale launch status · loopscale launch logs -f {launch.folder.name}")
+    return 0
+
+
+def _launch_local(options: argparse.Namespace) -> int:
+    loaded = _load_config(options)
+    if loaded is None:
+        return 0
+    from loopscale.cluster.local import run_local
+
+    further = [part for name in ("resume", "init") if (value := getattr(options, name)) for part in (f"--{name}", value)]
+    timeout = loaded.config.parallel.timeout  # type: ignore[attr-defined]
+    return run_local(options.nproc, [str(options.config), *options.overrides, *further], timeout)
+
+
+def _launch_status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from loopscale.cluster.status import find_run, launched, standings, table
+
+    folders = [find_run(name, options.runs) for name in options.names] or launched(options.runs.absolute())
+    if not folders:
+        print(f"no run of {options.runs} has been launched")
+        return 0
+    console = Console()
+    console.width = console.width if console.is_terminal else 200
+    console.print(table(standings(folders, options.runs)))
+    return 0
+
+
+def _launch_logs(options: argparse.Namespace) -> int:
+    from loopscale.cluster.commands import show_logs
+    from loopscale.cluster.status import find_run
+
+    show_logs(find_run(options.name, options.runs), options.follow)
+    return 0
+
+
+def _launch_cancel(options: argparse.Namespace) -> int:
+    from loopscale.cluster.commands import cancel
+    from loopscale.cluster.status import find_run
+
+    print(cancel(find_run(options.name, options.runs)))
+    return 0
+
+
+def _launch_requeue(options: argparse.Namespace) -> int:
+    from loopscale.cluster.commands import requeue
+    from loopscale.cluster.status import find_run
+
+    print(requeue(find_run(options.name, options.runs)))
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ from loopscale.checkpoint.restore import storage_of
 from loopscale.config import Config
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.parallel.mesh import on_main
+from loopscale.train.journal import last_saved
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mosaicml-streaming", "numpy", "tokenizers", "transformers")
 
@@ -102,7 +103,7 @@ def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGr
             f"none of the {len(passed_over)} checkpoints of {folder} is whole ({passed_over[0]}); remove that folder to start "
             f"again from nothing, or give another run.name"
         )
-    if checkpoint is None and (saved := on_main(lambda: _last_saved(folder), group)):
+    if checkpoint is None and (saved := on_main(lambda: last_saved(folder), group)):
         raise UsageError(
             f"{folder} has saved step {saved}, but there is no checkpoint in {storage.where}; bring them back, name their place "
             f"in checkpoint.folder, or remove {folder} to start again from nothing"
@@ -110,13 +111,6 @@ def past(folder: Path, config: Config, resume: str | None, group: dist.ProcessGr
     if checkpoint is None and resume != "auto":
         raise UsageError(f"--resume {resume}: the run has no checkpoint yet; --resume auto would start it again")
     return Place(folder, checkpoint, tuple(passed_over))
-
-
-def _last_saved(folder: Path) -> int:
-    """The last step that the run's journal says was saved; 0 if none was."""
-    journal = folder / "journal.jsonl"
-    lines = journal.read_bytes().splitlines() if journal.exists() else []
-    return max((json.loads(line)["step"] for line in lines if b'"kind": "saved"' in line and line.endswith(b"}")), default=0)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -175,9 +169,15 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
         **facts,
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    package = Path(loopscale.__file__).parent
-    shutil.rmtree(folder / "code", ignore_errors=True)
-    shutil.copytree(package, folder / "code" / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
+    snapshot(folder)
+
+
+def snapshot(folder: Path) -> None:
+    """Copies the package to ``folder``/code, for whoever asks later what ran, or runs it again, unless it runs from there."""
+    package, code = Path(loopscale.__file__).parent, folder / "code"
+    if package.parent.resolve() != code.resolve():
+        shutil.rmtree(code, ignore_errors=True)
+        shutil.copytree(package, code / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed")

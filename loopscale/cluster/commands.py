@@ -1,0 +1,97 @@
+"""`loopscale launch logs`, `cancel` and `requeue`: on runs that have been launched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from loopscale.cluster.ledger import Ledger
+from loopscale.cluster.status import LIVE, WAITING, job_states, log_files, state_of
+from loopscale.errors import ClusterError, UsageError
+
+POLL = 0.5
+"""Seconds between looks for new lines."""
+STATE_EVERY = 10.0
+"""Seconds between questions to SLURM while logs are followed."""
+
+
+def live_jobs(folder: Path) -> list[str]:
+    """The run's jobs that SLURM will run or runs."""
+    jobs = list(dict.fromkeys(event["job"] for event in Ledger(folder).events()))
+    states = job_states(jobs)
+    return [job for job in jobs if job in states and (states[job][0] in LIVE or states[job][0] in WAITING)]
+
+
+def cancel(folder: Path) -> str:
+    """Cancels the run's jobs, for good; what they trained stays. Raises :class:`UsageError` where there is none."""
+    jobs = live_jobs(folder)
+    if not jobs:
+        raise UsageError(f"{folder} has no job that waits or runs")
+    Ledger(folder).write("cancelled", jobs[-1], "cancelled by `loopscale launch cancel`")  # first: the job may end at once
+    _slurm("scancel", *jobs)
+    return f"cancelled {', '.join(jobs)}"
+
+
+def requeue(folder: Path) -> str:
+    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has, or a new one where that
+    has ended. Raises :class:`UsageError` where the run has finished."""
+    ledger = Ledger(folder)
+    events = ledger.events()
+    jobs = live_jobs(folder)
+    if not jobs:
+        state, _ = state_of(events, {})
+        if state == "COMPLETED":
+            raise UsageError(f"{folder} has finished; give another run.name for a new run")
+        from loopscale.cluster.submit import again
+
+        return f"submitted job {again(folder)}"
+    if job_states(jobs)[jobs[0]][0] == "PENDING":
+        return f"job {jobs[0]} waits already"
+    _slurm("scontrol", "requeue", jobs[0])
+    ledger.write("requeued", jobs[0], "requeued by `loopscale launch requeue`")
+    return f"requeued job {jobs[0]}"
+
+
+def show_logs(folder: Path, follow: bool, out: BinaryIO | None = None) -> None:
+    """Prints what the run's ranks printed, each line behind its rank where there are several; with ``follow`` goes on until no
+    job of the run is left."""
+    out = out or sys.stdout.buffer
+    read: dict[Path, int] = {}
+    asked, alive = 0.0, follow
+    while True:
+        files = log_files(folder)
+        several = len({_rank(path) for path in files}) > 1
+        for path in files:
+            read[path] = _copy_lines(path, read.get(path, 0), f"[{_rank(path)}] " if several else "", out.write, whole=alive)
+        out.flush()
+        if not alive:
+            return
+        if time.monotonic() - asked > STATE_EVERY:
+            alive, asked = bool(live_jobs(folder)), time.monotonic()
+        time.sleep(POLL)
+
+
+def _rank(log: Path) -> str:
+    return log.name.rsplit("_", 2)[1]
+
+
+def _copy_lines(path: Path, start: int, prefix: str, write: Callable[[bytes], object], whole: bool) -> int:
+    """Copies what is new; returns where the next part begins. A line that is being written waits while ``whole``."""
+    with path.open("rb") as file:
+        file.seek(start)
+        text = file.read()
+    if whole:
+        text = text[: text.rfind(b"\n") + 1]
+    for line in text.splitlines(keepends=True):
+        write(prefix.encode() + line)
+    return start + len(text)
+
+
+def _slurm(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

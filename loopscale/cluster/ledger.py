@@ -1,0 +1,78 @@
+"""What a launched run leaves behind beside what it trains: RUN/launch.
+
+events.jsonl         submitted, started, interrupted, requeued, refused, failed, finished, cancelled: a line each
+spec.json            how it was launched, for launching it again
+preflight.json       what its nodes could do at the last start
+ends/JOB.N.RANK      why a rank of the N-th start ended before training
+requeue-JOB-N        the N-th start asks to be queued again
+logs/                submitit's: the batch script, and what every rank printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loopscale.durable import write_json
+from loopscale.train.journal import last_saved, read_lines
+
+FOLDER = "launch"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job. ``job`` as users name it (12, or 12_3 in an array), ``raw`` as SLURM numbers it."""
+
+    job: str
+    raw: str
+    restart: int
+
+    @classmethod
+    def from_slurm(cls) -> Attempt:
+        raw = os.environ["SLURM_JOB_ID"]
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else raw
+        return cls(job, raw, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+    def mark(self, launched: Path) -> Path:
+        """The file by which a task asks its batch script to queue the job again."""
+        return launched / FOLDER / f"requeue-{self.raw}-{self.restart}"
+
+    def end(self, run: Path, rank: int) -> Path:
+        return run / FOLDER / "ends" / f"{self.raw}.{self.restart}.{rank}"
+
+
+class Ledger:
+    """The events of the run in ``folder``; each is one write, so that a reader sees whole lines."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / FOLDER / "events.jsonl"
+
+    def write(self, event: str, job: str, message: str = "", **facts: Any) -> None:
+        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, "job": job, "message": message, **facts}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write((json.dumps(entry, ensure_ascii=False) + "\n").encode())
+            os.fsync(file.fileno())
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_lines(self.path)
+
+    def starts_without_progress(self) -> int:
+        """Starts, this one included, since a checkpoint was last added."""
+        saved = last_saved(self.folder)
+        count = 0
+        for event in reversed([e for e in self.events() if e["event"] == "started"]):
+            if event["saved"] != saved:
+                break
+            count += 1
+        return count
+
+
+def write_spec(folder: Path, spec: dict[str, Any]) -> None:
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    write_json(folder / FOLDER / "spec.json", spec)

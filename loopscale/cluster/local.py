@@ -1,0 +1,83 @@
+"""`loopscale launch local`: the ranks of a run as processes of one terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import IO
+
+EXPLAINING = 30.0
+"""Seconds beyond `parallel.timeout` in which ranks find out that another is gone, and say so, before they are ended."""
+
+
+def run_local(count: int, train: Sequence[str], timeout: float) -> int:
+    """Runs ``loopscale train TRAIN…`` as ``count`` ranks, each line that they print behind its rank, and returns the exit code
+    of the first that failed, or 0. One Ctrl-C asks all of them to stop, a second one ends them."""
+    port = _free_port()
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-m", "loopscale", "train", *train],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,  # the terminal's Ctrl-C comes by us
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    _pass_signals(ranks)
+    lock = threading.Lock()
+    readers = []
+    for rank, process in enumerate(ranks):
+        assert process.stdout is not None
+        prefix = f"[{rank}] ".encode() if count > 1 else b""
+        readers.append(threading.Thread(target=_prefixed, args=(process.stdout, prefix, lock), daemon=True))
+        readers[-1].start()
+    code = _wait(ranks, timeout + EXPLAINING)
+    for reader in readers:
+        reader.join(5)
+    return code
+
+
+def _pass_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    def pass_on(number: int, _: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
+    """The first exit code that is not 0; ranks that stay ``patience`` seconds after it are killed."""
+    first, since = 0, None
+    while any(process.poll() is None for process in ranks):
+        for process in ranks:
+            code = process.poll()
+            if code and not first:
+                first, since = code if code > 0 else 128 - code, time.monotonic()
+        if since is not None and time.monotonic() - since > patience:
+            for process in ranks:
+                process.kill()
+        time.sleep(0.05)
+    codes = [process.returncode for process in ranks]
+    return first or next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def _prefixed(lines: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
+    for line in lines:
+        with lock:
+            sys.stdout.buffer.write(prefix + line)
+            sys.stdout.buffer.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

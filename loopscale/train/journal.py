@@ -1,0 +1,29 @@
+"""Reading what a run tells: journal.jsonl and metrics.jsonl. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file; none where there is no file."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+def last_saved(run: Path) -> int:
+    """The last step that the run's journal says was saved; 0 if none was."""
+    return max((event["step"] for event in read_lines(run / "journal.jsonl") if event["kind"] == "saved"), default=0)
+
+
+def last_record(run: Path, tail: int = 1 << 16) -> dict[str, Any]:
+    """The last record of the run's metrics, empty if there is none; reads the file's end only."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - tail, 0))
+        whole = [line for line in file.read().split(b"\n") if line.startswith(b"{") and line.endswith(b"}")]
+    return json.loads(whole[-1]) if whole else {}
