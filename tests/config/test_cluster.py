@@ -9,7 +9,8 @@ import pytest
 from loopscale.config import ClusterConfig, from_values, load
 from loopscale.errors import ConfigError
 
-SHIPPED = sorted((Path(__file__).parents[2] / "configs/cluster").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs/cluster"
+SHIPPED = sorted(FOLDER.glob("*.yaml"))
 
 
 def test_times_are_written_as_people_say_them(tmp_path):
@@ -39,3 +40,13 @@ def test_what_cannot_be_is_one_sentence_with_its_key(content, key, sentence):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_load(path):
     assert load(ClusterConfig, path).config.job.devices >= 1
+
+
+def test_a_job_of_eight_gpus_a_node_leaves_time_to_save_and_to_be_queued_again():
+    for name, nodes in (("h100x8", 8), ("h200x8", 4)):
+        cluster = load(ClusterConfig, FOLDER / f"{name}.yaml").config
+        job = cluster.job
+        assert (job.nodes, job.devices, job.gpus, job.exclusive, job.time) == (nodes, 8, True, True, 1440)
+        assert job.notice > 120  # train.grace
+        assert cluster.retries == 3
+        assert (cluster.preflight.shm, cluster.preflight.timeout) == (8, 300)
