@@ -7,6 +7,12 @@ import pytest
 from loopscale.config import ClusterConfig, from_values, load
 from loopscale.errors import ConfigError
 
+<<<<<<< HEAD
+=======
+FOLDER = Path(__file__).parents[2] / "configs/cluster"
+SHIPPED = sorted(FOLDER.glob("*.yaml"))
+
+>>>>>>> hc
 
 def test_times_are_written_as_people_say_them(tmp_path):
     (tmp_path / "c.yaml").write_text("job: {nodes: 2, devices: 8, time: 1:30}\nenvironment: [NCCL_DEBUG=WARN]\n")
@@ -30,3 +36,21 @@ def test_what_cannot_be_is_one_sentence_with_its_key(content, key, sentence):
         from_values(ClusterConfig, content)
     (problem,) = caught.value.problems
     assert problem.key == key and sentence in problem.sentence
+<<<<<<< HEAD
+=======
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_load(path):
+    assert load(ClusterConfig, path).config.job.devices >= 1
+
+
+def test_a_job_of_eight_gpus_a_node_leaves_time_to_save_and_to_be_queued_again():
+    for name, nodes in (("h100x8", 8), ("h200x8", 4)):
+        cluster = load(ClusterConfig, FOLDER / f"{name}.yaml").config
+        job = cluster.job
+        assert (job.nodes, job.devices, job.gpus, job.exclusive, job.time) == (nodes, 8, True, True, 1440)
+        assert job.notice > 120  # train.grace
+        assert cluster.retries == 3
+        assert (cluster.preflight.shm, cluster.preflight.timeout) == (8, 300)
+>>>>>>> hc

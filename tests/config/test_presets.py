@@ -94,7 +94,7 @@ def _assert_scales(model: ModelConfig) -> None:
         assert model.noise_std == pytest.approx((2 / (5 * model.hidden_size)) ** 0.5)
 
 
-def test_token_budgets():
+def test_token_budgets_and_rates():
     def tokens(name: str) -> float:
         config = preset(name)
         assert config.batch.global_batch is not None
@@ -105,6 +105,7 @@ def test_token_budgets():
         "parcae-140m": 11.2e9, "parcae-370m": 29.6e9, "parcae-770m": 61.6e9, "parcae-1.3b": 104e9,
     }  # fmt: skip
     assert {name: tokens(name) for name in published} == pytest.approx(published, rel=1e-3)
+    assert [preset(f"fixedpoint-{size}").optimizer.lr for size in "sml"] == [2e-3, 1.5e-3, 5e-4]
     huginn = preset("huginn-3.5b")
     assert round(huginn.optimizer.warmup * huginn.train.steps) == 4096
     assert huginn.optimizer.lr * huginn.optimizer.weight_decay == pytest.approx(4e-5)
