@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopscale.config import ClusterConfig, Config, from_values, settle
-from loopscale.parallel.mesh import replicas
+from loopscale.config import ClusterConfig, Config, from_values
+from loopscale.plan.layout import Layout
 
 STEPS, LENGTH, HEAD_WIDTH, MINUTES = 8, 64, 16, 30
 PER_GROUP = 2
@@ -15,9 +15,8 @@ PER_GROUP = 2
 def rehearsed(config: Config, cluster: ClusterConfig) -> tuple[Config, ClusterConfig]:
     """``config`` and ``cluster`` with the same nodes, ranks, stages, depth groups, law of depth, corpus, and places to write,
     for a model of toy width that trains a few steps of short sequences."""
-    ranks = cluster.job.nodes * cluster.job.devices
-    model, tensor = config.model, config.parallel.tensor
-    batch = settle(config.batch, config.depth.groups, replicas(config.parallel, ranks))
+    layout = Layout.of(config, cluster.job.nodes, cluster.job.devices)
+    model, tensor, batch = config.model, config.parallel.tensor, layout.batch
     groups = -(-2 // tensor) * tensor  # of heads that share keys: they are divided over ranks
     width = HEAD_WIDTH * groups * (model.heads // model.key_value_heads)
     accumulation = batch.groups * min(batch.microbatches_per_group, PER_GROUP)
@@ -29,6 +28,7 @@ def rehearsed(config: Config, cluster: ClusterConfig) -> tuple[Config, ClusterCo
             "hidden_size": width, "heads": width // HEAD_WIDTH, "kv_heads": groups, "head_dim": HEAD_WIDTH, "ffn_size": 2 * width,
         },
         "batch": {"global_batch": accumulation * batch.data_parallel, "microbatch": 1, "accumulation": None},
+        "parallel": {"slices": list(layout.ring.slices) if layout.stages > 1 else "even"},
         "train": {"steps": steps, "precision": "fp32", "kernels": "auto", "max_time": None},
         "validation": {"every": steps // 2, "sequences": 8},
         "checkpoint": {"every": max(steps // 3, 1), "keep_every": 0},

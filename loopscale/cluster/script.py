@@ -11,8 +11,8 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from loopscale.cluster.ledger import FOLDER
-from loopscale.cluster.task import BEGAN
 from loopscale.config.cluster import ClusterConfig
+from loopscale.train.limit import JOB_BEGAN
 
 
 class Executor(SlurmExecutor):
@@ -50,7 +50,7 @@ def _setup(launched: Path, cluster: ClusterConfig) -> list[str]:
         "start=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
         f"ends={ends}",
         'failed() { mkdir -p "$ends"; echo "setup failed: $1" | tee "$ends/$start.batch" >&2; exit 1; }',
-        f"export {BEGAN}=$(date +%s)",
+        f"export {JOB_BEGAN}=$(date +%s)",
         f"export PYTHONPATH={shlex.quote(str(launched / 'code'))} PYTHONSAFEPATH=1  # the snapshot, not the folder it starts in",
         *exports,
         *lines,

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ from loopscale.train.journal import last_saved
 
 INTERRUPTED, MISTAKE = 75, 2
 """Exit codes of `loopscale train`: go on with --resume auto; mend the configuration first."""
-BEGAN = "LOOPSCALE_JOB_BEGAN"
-"""Set by the batch script: when it began, in seconds since 1970."""
 LEAVING = 10.0
 """Seconds between the end of training and that of the job."""
 
@@ -166,9 +163,9 @@ class _Start:
         return None, reason
 
     def _max_time(self) -> list[str]:
-        """What is left of the job's time."""
-        left = 60 * self.cluster.job.time - (time.time() - float(os.environ[BEGAN])) - LEAVING
-        return [f"train.max_time={min(left, self.task.max_time or left):.0f}"]
+        """The job's time, which counts from the job's start (the batch script says when); the same on all ranks."""
+        most = 60 * self.cluster.job.time - LEAVING
+        return [f"train.max_time={min(most, self.task.max_time or most):.0f}"]
 
     def _network(self) -> dict[str, str]:
         interface = self.cluster.preflight.interface

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopscale.checkpoint.commit import Folder, damage, read_manifest
-from loopscale.train.limit import LEAVING, WRITING, TimeLimit
+from loopscale.train.limit import JOB_BEGAN, LEAVING, WRITING, TimeLimit
 from loopscale.train.signals import INTERRUPTED, ONE_NOTICE
 from tests.conftest import Runs
 from tests.launch import execute
@@ -144,6 +144,12 @@ def test_the_clock_of_the_limit_began_with_the_process():
     age = time.time() - psutil.Process().create_time()
     assert TimeLimit(age + 60, WRITING).reason() is None
     assert TimeLimit(age, WRITING).reason() is not None
+
+
+def test_where_a_launcher_says_when_its_job_began_the_time_counts_from_there(monkeypatch):
+    monkeypatch.setenv(JOB_BEGAN, str(time.time() - 5000))
+    assert TimeLimit(5060, WRITING).reason() is None
+    assert TimeLimit(5000, WRITING).reason() is not None
 
 
 # ---- whole runs
