@@ -175,6 +175,9 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
     requeue = command("requeue", _launch_requeue, "Start a run again where it stopped, with the code it was launched with.", of)
     for one in (logs, cancel, requeue):
         one.add_argument("name", metavar="RUN", help="name or folder of a launched run")
+    requeue.add_argument(
+        "overrides", nargs="*", metavar="cluster.KEY=VALUE", help="for a new job, other settings of the cluster file"
+    )
     for any_of in (status, logs, cancel, requeue):
         any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
 
@@ -370,7 +373,7 @@ def _launch_requeue(options: argparse.Namespace) -> int:
     from loopscale.cluster.commands import requeue
     from loopscale.cluster.status import find_run
 
-    print(requeue(find_run(options.name, options.runs)))
+    print(requeue(find_run(options.name, options.runs), [o.removeprefix("cluster.") for o in options.overrides]))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,9 +36,10 @@ def cancel(folder: Path) -> str:
     return f"cancelled {', '.join(jobs)}"
 
 
-def requeue(folder: Path) -> str:
-    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has, or a new one where that
-    has ended. Raises :class:`UsageError` where the run has finished."""
+def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
+    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has, or a new one, with other
+    settings of the cluster file, where that has ended. Raises :class:`UsageError` where the run has finished, or its job,
+    which cannot be changed, is there."""
     ledger = Ledger(folder)
     events = ledger.events()
     jobs = live_jobs(folder)
@@ -48,7 +49,9 @@ def requeue(folder: Path) -> str:
             raise UsageError(f"{folder} has finished; give another run.name for a new run")
         from loopscale.cluster.submit import again
 
-        return f"submitted job {again(folder)}"
+        return f"submitted job {again(folder, overrides)}"
+    if overrides:
+        raise UsageError(f"job {jobs[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
     if job_states(jobs)[jobs[0]][0] == "PENDING":
         return f"job {jobs[0]} waits already"
     _slurm("scontrol", "requeue", jobs[0])

@@ -1,7 +1,8 @@
 """What a launched run leaves behind beside what it trains: RUN/launch.
 
 events.jsonl         submitted, started, interrupted, requeued, refused, failed, finished, cancelled: a line each
-spec.json            how it was launched, for launching it again
+spec.json  config.yaml  cluster.yaml   how it was launched, for launching it again
+token                what nodes that see the folder can read
 preflight.json       what its nodes could do at the last start
 ends/JOB.N.RANK      why a rank of the N-th start ended before training
 requeue-JOB-N        the N-th start asks to be queued again

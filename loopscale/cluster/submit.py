@@ -16,7 +16,7 @@ from pathlib import Path
 from loopscale.cluster.ledger import FOLDER, Ledger, write_spec
 from loopscale.cluster.script import executor, script_text
 from loopscale.cluster.task import Task
-from loopscale.config import ClusterConfig, Config
+from loopscale.config import ClusterConfig, Config, load
 from loopscale.errors import ClusterError, UsageError
 from loopscale.plan.dry_run import dry_run
 from loopscale.train.folder import config_text, snapshot
@@ -72,6 +72,7 @@ class Launch:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         (folder / FOLDER / "config.yaml").write_text(config_text(config))
         (folder / FOLDER / "token").write_text(token)
+        _write_cluster(folder, self.cluster)
         arguments = (str(folder / FOLDER / "config.yaml"), "--resume", "auto")
         task = Task(str(self.folder), str(folder), arguments, self.cluster.model_dump(mode="json"), token, config.train.max_time)
         write_spec(folder, {"task": asdict(task), "name": self.name, "command": sys.argv, "steps": config.train.steps})
@@ -106,12 +107,19 @@ def submit(tasks: Sequence[Task], name: str, cluster: ClusterConfig, at_once: in
     return [job.job_id for jobs in rounds for job in jobs]
 
 
-def again(run: Path) -> str:
-    """Submits a run that has no job any more, with the snapshot and the settings that it was launched with; returns the job."""
+def again(run: Path, overrides: Sequence[str] = ()) -> str:
+    """Submits a run that has no job any more, with the snapshot and the settings that it was launched with, but for
+    ``overrides`` of its cluster file; returns the job."""
     spec = json.loads((run / FOLDER / "spec.json").read_text())
-    task = Task(**{**spec["task"], "train": tuple(spec["task"]["train"])})
-    cluster = ClusterConfig.model_validate(task.cluster)
-    return submit([task], spec["name"], cluster)[0]
+    cluster = load(ClusterConfig, run / FOLDER / "cluster.yaml", overrides).config
+    task = Task(**{**spec["task"], "train": tuple(spec["task"]["train"]), "cluster": cluster.model_dump(mode="json")})
+    (job,) = submit([task], spec["name"], cluster)[:1]
+    _write_cluster(run, cluster)
+    return job
+
+
+def _write_cluster(run: Path, cluster: ClusterConfig) -> None:
+    (run / FOLDER / "cluster.yaml").write_text(config_text(cluster))
 
 
 def _said(error: subprocess.CalledProcessError) -> str:

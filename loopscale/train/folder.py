@@ -32,6 +32,7 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import MANIFEST, Storage
 from loopscale.checkpoint.restore import storage_of
 from loopscale.config import Config
+from loopscale.config.tree import Section
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.parallel.mesh import on_main
 from loopscale.train.journal import last_saved
@@ -189,7 +190,7 @@ QUIET = (
 """What may change without changing the run."""
 
 
-def config_text(config: Config) -> str:
+def config_text(config: Section) -> str:
     """The resolved tree as YAML that loads again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 

@@ -1,0 +1,192 @@
+"""Trials on a real SLURM: ``python -m tests.cluster.trials [NAME ...]``, some half an hour on two cores for all of them.
+
+Every layout trains the same run; then runs are preempted, timed out, lose a node or a cable, and must end with the losses of one
+process, each step once. A line for each trial: what happened, starts, the largest difference of a loss, seconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from loopscale.cluster.ledger import Ledger
+from tests.cluster.slurm import ROOT, Cluster, Launched
+from tests.conftest import TINY, Runs
+from tests.corpus.conftest import built, texts, write_jsonl
+
+STEPS = 300
+TOLERANCE = 1e-3
+SETTINGS = (f"train.steps={STEPS}", "parallel.timeout=20", "train.grace=12")
+
+
+@dataclass
+class Stand:
+    """A cluster, and the losses that every run must have."""
+
+    folder: Path
+    cluster: Cluster
+    corpus: Path
+    expected: list[float]
+
+    def launched(self, name: str) -> Launched:
+        return Launched(self.folder, self.corpus, name)
+
+    def finish(self, launched: Launched, seconds: float = 400) -> str:
+        """Waits for the run's end; returns its figures. Raises :class:`AssertionError` where it is not as it must be."""
+        launched.wait(lambda: launched.standing().state == "COMPLETED", seconds)
+        records = launched.records()
+        assert [r["step"] for r in records] == list(range(1, STEPS + 1)), "steps are missing or twice"
+        worst = max(abs(r["loss"] - e) for r, e in zip(records, self.expected, strict=True))
+        assert worst < TOLERANCE, f"a loss differs by {worst:.2g}"
+        events = [e["event"] for e in launched.ledger.events()]
+        return f"{events.count('started')} starts ({' '.join(events)}), losses within {worst:.1e}"
+
+
+def layout(nodes: int, devices: int, *overrides: str) -> Callable[[Stand], str]:
+    def trial(stand: Stand) -> str:
+        launched = stand.launched(f"n{nodes}x{devices}" + "".join(o.split("=")[0][-2:] for o in overrides))
+        began = time.monotonic()
+        launched.submit(*SETTINGS, *overrides, nodes=nodes, devices=devices)
+        submitted = time.monotonic() - began
+        launched.wait_for_step(1)
+        first = time.monotonic() - began
+        return f"{stand.finish(launched)}; submit {submitted:.1f} s, first step after {first:.1f} s"
+
+    return trial
+
+
+def preempted(stand: Stand) -> str:
+    launched = stand.launched("preempted")
+    launched.submit(*SETTINGS, nodes=2, devices=1)
+    launched.wait_for_step(30)
+    stand.cluster.preempt()
+    launched.wait(lambda: launched.ledger.events()[-1]["event"] == "interrupted")
+    assert launched.standing().state == "PENDING", launched.standing()
+    return stand.finish(launched)
+
+
+def timed_out(stand: Stand) -> str:
+    """Two minutes a job: the run stops by itself, and is queued again."""
+    launched = stand.launched("timed-out")
+    slow = ["model.hidden_size=128", "model.ffn_size=256", "batch.global_batch=8"]
+    launched.submit(*SETTINGS, *slow, "train.steps=4000", nodes=2, devices=1, cluster=["job.time=2", "job.notice=30"])
+    launched.wait(lambda: [e["event"] for e in launched.ledger.events()].count("started") == 3, 500)
+    launched.wait(lambda: launched.standing().step > 0 and launched.standing().state == "RUNNING")
+    events = launched.ledger.events()
+    assert [e["event"] for e in events[1:6]] == ["started", "interrupted", "started", "interrupted", "started"]
+    steps = [r["step"] for r in launched.records()]
+    assert steps == list(range(1, len(steps) + 1))
+    launched.command("cancel", "timed-out")
+    return f"3 starts, {len(steps)} steps, each once; the first ended with: {events[2]['message']}"
+
+
+def node_killed(stand: Stand) -> str:
+    """The node beside the first: everything on it is gone at once."""
+    launched = stand.launched("node-killed")
+    launched.submit(*SETTINGS, nodes=2, devices=1)
+    launched.wait_for_step(60)
+    nodes = launched.ledger.events()[-1]["nodes"]
+    stand.cluster("kill", nodes[1])
+    launched.wait(lambda: launched.standing().restarts > 0 or launched.standing().state != "RUNNING", 120)
+    stand.cluster("up")
+    return stand.finish(launched)
+
+
+def first_node_killed(stand: Stand) -> str:
+    """The node of the batch script and of rank 0: SLURM itself must find out."""
+    launched = stand.launched("first-node-killed")
+    launched.submit(*SETTINGS, nodes=2, devices=1)
+    launched.wait_for_step(60)
+    nodes = launched.ledger.events()[-1]["nodes"]
+    stand.cluster("kill", nodes[0])
+    time.sleep(45)  # until SLURM calls it down
+    stand.cluster("up")
+    return stand.finish(launched)
+
+
+def cable_cut(stand: Stand) -> str:
+    launched = stand.launched("cable-cut")
+    launched.submit(*SETTINGS, nodes=2, devices=1)
+    launched.wait_for_step(60)
+    nodes = launched.ledger.events()[-1]["nodes"]
+    stand.cluster("cut", nodes[1])
+    time.sleep(50)
+    stand.cluster("mend", nodes[1])
+    return stand.finish(launched)
+
+
+def study(stand: Stand) -> str:
+    """Six runs, two at a time; one is cancelled, and requeued."""
+    (stand.folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    arms = [{"name": f"lr{n}", "set": [f"optimizer.lr={n}e-3"]} for n in (1, 2, 3)]
+    own = [f"corpus.path={stand.corpus}", f"train.steps={STEPS}"]
+    (stand.folder / "rates.yaml").write_text(yaml.safe_dump({"config": "tiny.yaml", "set": own, "arms": arms, "seeds": [1, 2]}))
+    launched = stand.launched("rates")
+    cluster = ["--cluster", str(ROOT / "configs/cluster/local.yaml"), "cluster.job.nodes=1", "cluster.job.devices=1"]
+    launched.command("slurm", "--study", "rates.yaml", *cluster, "--at-once", "2")
+    names = [f"lr{n}-s{s}" for s in (1, 2) for n in (1, 2, 3)]
+    runs = {name: Launched(launched.path.parent, stand.corpus, f"rates/{name}") for name in names}
+    for name, run in runs.items():
+        run.folder, run.path = stand.folder, launched.path / name
+        run.ledger = Ledger(run.path)
+    most = 0
+    cancelled = runs["lr2-s1"]
+    while any(run.standing().state != "COMPLETED" for run in runs.values()):
+        states = [run.standing().state for run in runs.values()]
+        most = max(most, states.count("RUNNING"))
+        if cancelled.standing().state == "RUNNING" and cancelled.records() and len(cancelled.ledger.events()) == 2:
+            cancelled.command("cancel", "rates/lr2-s1")
+        elif cancelled.standing().state == "CANCELLED":
+            cancelled.command("requeue", "rates/lr2-s1")
+        time.sleep(0.5)
+    assert most == 2, f"{most} at once"
+    for run in runs.values():
+        assert [r["step"] for r in run.records()] == list(range(1, STEPS + 1))
+    return f"6 runs, {most} at once; the cancelled one: {' '.join(e['event'] for e in cancelled.ledger.events())}"
+
+
+TRIALS = {
+    2: {"2x1": layout(2, 1), "2x2": layout(2, 2), "2x2 PP2": layout(2, 2, "parallel.pipeline=2"), "preempted": preempted,
+        "timed-out": timed_out, "node-killed": node_killed, "first-node-killed": first_node_killed, "cable-cut": cable_cut,
+        "study": study},
+    4: {"4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
+}  # fmt: skip
+"""By the number of the cluster's nodes."""
+
+
+def main(names: list[str]) -> int:
+    failed = 0
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    corpus = folder / "corpus"
+    built(corpus, write_jsonl(folder / "texts.jsonl", texts(300)))
+    alone = Runs(folder / "alone", corpus)
+    alone.folder.mkdir()
+    subprocess.run(alone.command("alone", f"train.steps={STEPS}"), check=True, capture_output=True, cwd=ROOT)
+    expected = [r["loss"] for r in alone.records("alone")]
+    for nodes, trials in TRIALS.items():
+        wanted = {name: trial for name, trial in trials.items() if not names or name in names}
+        if not wanted:
+            continue
+        with Cluster(folder, nodes).running() as cluster:
+            for name, trial in wanted.items():
+                began = time.monotonic()
+                try:
+                    told = trial(Stand(folder, cluster, corpus, expected))
+                except (AssertionError, RuntimeError) as error:
+                    told, failed = f"FAILED: {error}", failed + 1
+                print(f"{name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    shutil.rmtree(folder)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
