@@ -104,7 +104,7 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
         state, reason = next((told for told in alive if told[0] == "RUNNING"), alive[0])
         again = last["event"] in ("interrupted", "fault")
         said = f"{last['message']}, queued again" if again else ""
-        if state in WAITING or (state == "COMPLETING" and again):
+        if state in WAITING or (state in ("RUNNING", "COMPLETING") and again):  # it is on its way out
             return "PENDING", said or f"{state.lower().replace('_', ' ')}, to run again"
         if state == "PENDING":
             return "PENDING", said or reason.removeprefix("None").lower()

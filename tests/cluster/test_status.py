@@ -34,6 +34,7 @@ def told(*names: str) -> list[dict]:
         # what will run again is pending, whatever it is called
         (["submitted", "started"], ("PREEMPTED", "None"), ("PENDING", "preempted, to run again")),
         (["submitted", "started", "interrupted: SIGTERM"], ("REQUEUED", "None"), ("PENDING", "SIGTERM, queued again")),
+        (["submitted", "started", "interrupted: SIGTERM"], ("RUNNING", "None"), ("PENDING", "SIGTERM, queued again")),
         (["submitted", "started", "interrupted: SIGTERM"], ("COMPLETING", "None"), ("PENDING", "SIGTERM, queued again")),
         (["submitted", "started", "interrupted: SIGTERM"], ("PENDING", "BeginTime"), ("PENDING", "SIGTERM, queued again")),
         (
