@@ -293,11 +293,11 @@ def _launch_slurm(options: argparse.Namespace) -> int:
     from loopscale.config.study import load_study
     from loopscale.errors import UsageError
 
-    of_cluster = [o.removeprefix("cluster.") for o in options.overrides if o.startswith("cluster.")]
-    of_run = [o for o in options.overrides if not o.startswith("cluster.")]
+    given = list(options.overrides)
     if options.study is not None and options.config is not None:  # what stands first is an override then
-        of_run.insert(0, str(options.config))
-    options.overrides = of_run
+        given.insert(0, str(options.config))
+    of_cluster = [o.removeprefix("cluster.") for o in given if o.startswith("cluster.")]
+    options.overrides = of_run = [o for o in given if not o.startswith("cluster.")]
     if options.cluster is None and not options.schema:
         raise UsageError("launch slurm needs --cluster FILE: nodes, devices, partition, time (configs/cluster has examples)")
     if options.study is None and (loaded := _load_config(options)) is None:

@@ -32,31 +32,32 @@ def cancel(folder: Path) -> str:
     if not jobs:
         raise UsageError(f"{folder} has no job that waits or runs")
     Ledger(folder).write("cancelled", jobs[-1], "cancelled by `loopscale launch cancel`")  # first: the job may end at once
-    _slurm("scancel", *jobs)
+    if (refusal := _try("scancel", *jobs)) is not None:
+        raise ClusterError(f"scancel {' '.join(jobs)} failed: {refusal}")
     return f"cancelled {', '.join(jobs)}"
 
 
 def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
-    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has, or a new one, with other
-    settings of the cluster file, where that has ended. Raises :class:`UsageError` where the run has finished, or its job,
+    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has or had, or where SLURM has
+    forgotten it, or other settings of the cluster file are asked for, a new one. Raises :class:`UsageError` where the run has finished, or its job,
     which cannot be changed, is there."""
     ledger = Ledger(folder)
     events = ledger.events()
-    jobs = live_jobs(folder)
-    if not jobs:
-        state, _ = state_of(events, {})
-        if state == "COMPLETED":
-            raise UsageError(f"{folder} has finished; give another run.name for a new run")
-        from loopscale.cluster.submit import again
+    live = live_jobs(folder)
+    if not live and state_of(events, {})[0] == "COMPLETED":
+        raise UsageError(f"{folder} has finished; give another run.name for a new run")
+    if live and overrides:
+        raise UsageError(f"job {live[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
+    if live and job_states(live)[live[0]][0] == "PENDING":
+        return f"job {live[0]} waits already"
+    job = live[0] if live else events[-1]["job"]  # of an array, one that has ended keeps its place, and the array's limit
+    if not overrides and _try("scontrol", "requeue", job) is None:
+        ledger.write("requeued", job, "requeued by `loopscale launch requeue`")
+        return f"requeued job {job}"
 
-        return f"submitted job {again(folder, overrides)}"
-    if overrides:
-        raise UsageError(f"job {jobs[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
-    if job_states(jobs)[jobs[0]][0] == "PENDING":
-        return f"job {jobs[0]} waits already"
-    _slurm("scontrol", "requeue", jobs[0])
-    ledger.write("requeued", jobs[0], "requeued by `loopscale launch requeue`")
-    return f"requeued job {jobs[0]}"
+    from loopscale.cluster.submit import again
+
+    return f"submitted job {again(folder, overrides)}"
 
 
 def show_logs(folder: Path, follow: bool, out: BinaryIO | None = None) -> None:
@@ -94,7 +95,7 @@ def _copy_lines(path: Path, start: int, prefix: str, write: Callable[[bytes], ob
     return start + len(text)
 
 
-def _slurm(*command: str) -> None:
+def _try(*command: str) -> str | None:
+    """Runs one of SLURM's commands; returns what it says against it."""
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stderr.strip() or f"ended with {done.returncode}" if done.returncode else None
