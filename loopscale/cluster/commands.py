@@ -38,9 +38,9 @@ def cancel(folder: Path) -> str:
 
 
 def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
-    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has or had, or where SLURM has
-    forgotten it, or other settings of the cluster file are asked for, a new one. Raises :class:`UsageError` where the run has finished, or its job,
-    which cannot be changed, is there."""
+    """Starts the run's job again, which goes on from the newest whole checkpoint: the job that it has or had; a new one where
+    SLURM has forgotten that, or where other settings of the cluster file are asked for. Raises :class:`UsageError` where the
+    run has finished, or is to be changed while its job is there."""
     ledger = Ledger(folder)
     events = ledger.events()
     live = live_jobs(folder)

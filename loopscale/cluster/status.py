@@ -109,14 +109,24 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
         if state == "PENDING":
             return "PENDING", said or reason.removeprefix("None").lower()
         return state, _excluded(events) if state == "RUNNING" else ""
-    if last["event"] in CONCLUDED:
-        return CONCLUDED[last["event"]], last["message"]
+    if (end := _conclusion(events)) is not None:
+        return CONCLUDED[end["event"]], end["message"]
     state = slurm[jobs[-1]][0] if jobs and jobs[-1] in slurm else ""
     if not state and last["event"] == "submitted" and _age(last) < JUST_SUBMITTED:
         return "PENDING", ""
     if state in ("", "COMPLETED"):  # it did not say that it had finished
         return "LOST", "its job has ended without a word" if last["event"] == "started" else last["message"]
     return state, last["message"]
+
+
+def _conclusion(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """How the last start ended, by its ledger; a cancelled run may still say that it was interrupted."""
+    for event in reversed(events):
+        if event["event"] in CONCLUDED:
+            return event
+        if event["event"] in ("submitted", "requeued", "started"):
+            return None
+    return None
 
 
 def _excluded(events: Sequence[Mapping[str, Any]]) -> str:

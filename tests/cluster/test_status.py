@@ -47,6 +47,8 @@ def told(*names: str) -> list[dict]:
         (["submitted", "started", "failed: loss is nan"], ("FAILED", "NonZeroExitCode"), ("FAILED", "loss is nan")),
         (["submitted", "started", "refused: b is sick"], None, ("FAILED", "b is sick")),
         (["submitted", "started", "cancelled: by u"], ("CANCELLED", "None"), ("CANCELLED", "by u")),
+        (["submitted", "started", "cancelled: by u", "interrupted: SIGTERM"], None, ("CANCELLED", "by u")),
+        (["submitted", "started", "cancelled: by u", "requeued"], ("PENDING", "None"), ("PENDING", "")),
         (["submitted", "started"], ("TIMEOUT", "TimeLimit"), ("TIMEOUT", "")),
         (["submitted", "started"], ("NODE_FAIL", "None"), ("NODE_FAIL", "")),
         (["submitted"], ("FAILED", "NonZeroExitCode"), ("FAILED", "")),
