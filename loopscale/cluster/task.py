@@ -28,6 +28,7 @@ from loopscale.train.journal import last_saved
 
 INTERRUPTED, MISTAKE = 75, 2
 """Exit codes of `loopscale train`: go on with --resume auto; mend the configuration first."""
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LEAVING = 10.0
 """Seconds between the end of training and that of the job."""
 
@@ -66,7 +67,7 @@ class Child:
     """What the child said last on its standard error."""
 
     def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in ASKING:
             signal.signal(number, self._pass_on)
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
 
@@ -122,6 +123,9 @@ class _Start:
     def run(self) -> int:
         """The exit code of the task."""
         self._tell("started", restart=self.attempt.restart, saved=last_saved(self.run_folder), nodes=self.world.nodes)
+        if self.tells:
+            names = ", ".join(signal.Signals(number).name for number in ASKING)
+            _say(f"job {self.attempt.job}, start {self.attempt.restart + 1}: {names} save, and queue the job again")
         verdict, problem = self._preflight()
         if self.child.asked is not None:
             return self._interrupted(f"asked to stop by {self.child.asked} before training")

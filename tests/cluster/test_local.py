@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Runs
@@ -34,13 +35,17 @@ def test_two_ranks_print_behind_their_number_and_train_as_one_process_does(runs)
 
 
 def test_one_ctrl_c_saves_and_ends_all_ranks_and_the_same_command_goes_on(runs):
-    with launched(runs, "stopped", "train.steps=60", "checkpoint.every=0") as job:
+    settings = ["train.steps=60", "checkpoint.every=0", "corpus.workers=1"]
+    with launched(runs, "stopped", *settings) as job:
         job.wait_for_steps(3)
+        below = psutil.Process(job.ranks[0].pid).children(recursive=True)
         job.ranks[0].send_signal(signal.SIGINT)
         assert job.wait_for_end() == [75], job.all_printed()
+        assert len(below) >= 4  # two ranks, each with a reader
+        assert not psutil.wait_procs(below, timeout=10)[1]
     saved = [event["step"] for event in runs.journal("stopped") if event["kind"] == "saved"]
     assert len(saved) == 1 and len(runs.records("stopped")) == saved[0] < 60
-    with launched(runs, "stopped", "train.steps=60", "checkpoint.every=0") as job:
+    with launched(runs, "stopped", *settings) as job:
         assert job.wait_for_end() == [0], job.all_printed()
     assert [record["step"] for record in runs.records("stopped")] == list(range(1, 61))
 

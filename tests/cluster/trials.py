@@ -123,6 +123,65 @@ def cable_cut(stand: Stand) -> str:
     return stand.finish(launched)
 
 
+def chained(stand: Stand) -> str:
+    """A queue that takes no job back: three jobs of two minutes; the second finishes the run, and the third is not needed."""
+    launched = stand.launched("chained")
+    asked = ["chain=3", "job.time=2", "job.notice=60"]
+    launched.submit(*SETTINGS, "model.hidden_size=64", "train.steps=1500", nodes=1, devices=1, cluster=asked)
+    launched.wait(lambda: launched.standing().state == "COMPLETED", 400)
+    assert [r["step"] for r in launched.records()] == list(range(1, 1501))
+    launched.wait(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout.strip())
+    events = launched.ledger.events()
+    return f"{' '.join(e['event'] for e in events)}; jobs {sorted({e['job'] for e in events})}, none waits"
+
+
+def without_a_trace(stand: Stand) -> str:
+    """Everything that belongs to the job is killed at once."""
+    launched = stand.launched("without-a-trace")
+    launched.submit(*SETTINGS, "train.steps=5000", nodes=2, devices=1)
+    launched.wait_for_step(5)
+    job = launched.ledger.events()[-1]["job"]
+    subprocess.run(["scancel", "--signal=KILL", "--full", job], check=True)
+    took = launched.wait(lambda: launched.standing().state not in ("RUNNING", "PENDING"), 120)
+    standing = launched.standing()
+    assert "loopscale launch requeue without-a-trace" in standing.note, standing
+    return f"{standing.state} after {took:.0f} s: {standing.note}"
+
+
+def sick_node(stand: Stand) -> str:
+    """Two nodes and two spares; the second node's cable is slow, both ways."""
+    slow = ["tc", "qdisc", "add", "dev"]
+    rate = ["root", "tbf", "rate", "20mbit", "burst", "64kb", "latency", "400ms"]
+    subprocess.run([*slow, "sl-node2", *rate], check=True)
+    subprocess.run(["ip", "netns", "exec", "sl-node2", *slow, "eth0", *rate], check=True)
+    try:
+        launched = stand.launched("sick-node")
+        launched.submit(*SETTINGS, nodes=2, devices=1, cluster=["job.spares=2", "preflight.network_share=0.4"])
+        launched.wait_for_step(1)
+        standing = launched.standing()
+        assert standing.note.startswith("without node2: receives from node1 at "), standing
+        return f"{standing.note}; {stand.finish(launched)}"
+    finally:
+        subprocess.run(["tc", "qdisc", "del", "dev", "sl-node2", "root"], check=True)
+        subprocess.run(["ip", "netns", "exec", "sl-node2", "tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
+
+
+def rehearsal(stand: Stand) -> str:
+    """The 1.6B run at two nodes of two ranks, as toy widths; its own vocabulary, the corpus of the trials."""
+    launched = stand.launched("l-rehearsal")
+    command = [
+        str(ROOT / "configs/run/fixedpoint-l-1p6b.yaml"),
+        "--cluster",
+        str(ROOT / "configs/cluster/local.yaml"),
+        "--rehearse",
+    ]
+    launched.command("slurm", *command, "run.name=l", f"corpus.path={stand.corpus}", "model.vocab_size=null")
+    launched.wait(lambda: launched.standing().state == "COMPLETED", 500)
+    records = launched.records()
+    assert [r["step"] for r in records] == list(range(1, 9)) and len(records[0]["depths"]) == 16
+    return f"8 steps, {len(records[0]['depths'])} depth groups, loss {records[0]['loss']:.3f} to {records[-1]['loss']:.3f}"
+
+
 def study(stand: Stand) -> str:
     """Six runs, two at a time; one is cancelled, and requeued."""
     (stand.folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
@@ -156,8 +215,8 @@ def study(stand: Stand) -> str:
 TRIALS = {
     2: {"2x1": layout(2, 1), "2x2": layout(2, 2), "2x2 PP2": layout(2, 2, "parallel.pipeline=2"), "preempted": preempted,
         "timed-out": timed_out, "node-killed": node_killed, "first-node-killed": first_node_killed, "cable-cut": cable_cut,
-        "study": study},
-    4: {"4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
+        "study": study, "chained": chained, "without-a-trace": without_a_trace, "rehearsal": rehearsal},
+    4: {"sick-node": sick_node, "4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
 }  # fmt: skip
 """By the number of the cluster's nodes."""
 
