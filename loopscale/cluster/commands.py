@@ -21,9 +21,8 @@ STATE_EVERY = 10.0
 
 def live_jobs(folder: Path) -> list[str]:
     """The run's jobs that SLURM will run or runs."""
-    jobs = list(dict.fromkeys(event["job"] for event in Ledger(folder).events()))
-    states = job_states(jobs)
-    return [job for job in jobs if job in states and (states[job][0] in LIVE or states[job][0] in WAITING)]
+    states = job_states(Ledger(folder).events())
+    return sorted(job for job, (state, _) in states.items() if state in LIVE or state in WAITING)
 
 
 def cancel(folder: Path) -> str:
@@ -48,7 +47,7 @@ def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
         raise UsageError(f"{folder} has finished; give another run.name for a new run")
     if live and overrides:
         raise UsageError(f"job {live[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
-    if live and job_states(live)[live[0]][0] == "PENDING":
+    if live and job_states(events)[live[0]][0] == "PENDING":
         return f"job {live[0]} waits already"
     job = live[0] if live else events[-1]["job"]  # of an array, one that has ended keeps its place, and the array's limit
     if not overrides and _try("scontrol", "requeue", job) is None:

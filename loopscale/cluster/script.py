@@ -51,7 +51,8 @@ def _setup(launched: Path, cluster: ClusterConfig) -> list[str]:
         f"ends={ends}",
         'failed() { mkdir -p "$ends"; echo "setup failed: $1" | tee "$ends/$start.batch" >&2; exit 1; }',
         f"export {JOB_BEGAN}=$(date +%s)",
-        f"export PYTHONPATH={shlex.quote(str(launched / 'code'))} PYTHONSAFEPATH=1  # the snapshot, not the folder it starts in",
+        f"export PYTHONPATH={shlex.quote(str(launched / 'code'))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1  # the snapshot, not the folder that the job starts in",
         *exports,
         *lines,
     ]
@@ -81,7 +82,8 @@ def _mounts(launched: Path, cluster: ClusterConfig) -> list[str]:
 
 def _srun(launched: Path, cluster: ClusterConfig) -> list[str]:
     """A task that fails does not end the others: they find out, and say, who it was."""
-    arguments = ["--kill-on-bad-exit=0", *cluster.job.srun]
+    cpus = [f"--cpus-per-task={cluster.job.cpus}"] if cluster.job.cpus else []  # since 22.05 srun does not take it from sbatch
+    arguments = ["--kill-on-bad-exit=0", *cpus, *cluster.job.srun]
     if cluster.container.engine == "pyxis":
         mounts = ",".join(_mounts(launched, cluster))
         arguments += [

@@ -61,8 +61,7 @@ def find_run(name: str, runs: Path) -> Path:
 def standings(folders: Sequence[Path], runs: Path) -> list[Standing]:
     """One row for each run."""
     ledgers = [Ledger(folder) for folder in folders]
-    jobs = {event["job"] for ledger in ledgers for event in ledger.events()}
-    slurm = job_states(jobs)
+    slurm = job_states([event for ledger in ledgers for event in ledger.events()])
     return [_standing(ledger, slurm, runs) for ledger in ledgers]
 
 
@@ -164,15 +163,18 @@ def log_files(folder: Path) -> list[Path]:
     return sorted(path for path in where.glob("*_log.*") if path.name.rsplit("_", 2)[0] in jobs)
 
 
-def job_states(jobs: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """(state, reason) of each job that SLURM knows, by squeue, and by sacct where there is accounting: it forgets no job.
+def job_states(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """(state, reason) of each job in ``events`` that SLURM knows, by squeue, and by sacct where there is accounting: it forgets
+    no job.
 
     Raises :class:`ClusterError` where SLURM does not answer."""
-    if not (wanted := set(jobs)):
+    submitted = {event["job"]: event["by"] for event in events if event["event"] == "submitted"}
+    if not (wanted := set(submitted)):
         return {}
     if shutil.which("squeue") is None:
         raise ClusterError("there is no squeue here: this machine belongs to no SLURM cluster")
-    told = _ask(["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"])
+    users = ",".join(sorted(set(submitted.values())))
+    told = _ask(["squeue", f"--user={users}", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"])
     if told is None:
         raise ClusterError("squeue gives no answer; is SLURM's controller up?")
     found = {job: (state, reason) for job, state, reason in _rows(told)}

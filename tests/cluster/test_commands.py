@@ -49,7 +49,7 @@ def run(tmp_path):
     folder = tmp_path / "arm"
     write_spec(folder, {"task": {"launched": str(folder)}, "name": "arm", "steps": 40})
     for event in ("submitted", "started"):
-        Ledger(folder).write(event, "12_3")
+        Ledger(folder).write(event, "12_3", by="u")
     return folder
 
 

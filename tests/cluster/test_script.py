@@ -37,7 +37,7 @@ def test_what_the_job_asks_for(tmp_path):
     }  # fmt: skip
     (srun,) = (shlex.split(line) for line in text.splitlines() if line.startswith("srun "))
     assert srun[-5:] == [sys.executable, "-u", "-m", "submitit.core._submit", logs]
-    assert {"--kill-on-bad-exit=0", "--cpu-bind=cores"} < set(srun)
+    assert {"--kill-on-bad-exit=0", "--cpus-per-task=12", "--cpu-bind=cores"} < set(srun)
 
 
 def test_runs_of_a_study_are_an_array_with_a_limit(tmp_path):
@@ -124,9 +124,9 @@ def test_a_marked_job_is_queued_again_and_its_exit_code_stays(tmp_path, marked, 
 def test_ranks_run_the_snapshot_with_the_environment_of_the_file(tmp_path):
     srun = f'echo "$PYTHONPATH $PYTHONSAFEPATH $A $B $(( $(date +%s) - LOOPSCALE_JOB_BEGAN ))" > {tmp_path}/seen'
     text = text_of(tmp_path, environment=["A=it's 1", "B=2"], setup=["B=$((B + 1))  # a comment"])
-    assert play(tmp_path, text, srun) == (0, [])
+    assert play(tmp_path, text, srun, PYTHONPATH="/mine") == (0, [])
     seen, seconds = (tmp_path / "seen").read_text().rsplit(maxsplit=1)
-    assert seen == f"{tmp_path}/code 1 it's 1 3" and int(seconds) < 60
+    assert seen == f"{tmp_path}/code:/mine 1 it's 1 3" and int(seconds) < 60
 
 
 def test_a_setup_line_that_fails_ends_the_job_with_its_text(tmp_path):

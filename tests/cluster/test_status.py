@@ -79,7 +79,7 @@ def run(tmp_path):
     write_spec(folder, {"task": {"launched": str(tmp_path / "study")}, "name": "study", "steps": 400})
     ledger = Ledger(folder)
     for event in ("submitted", "started", "interrupted", "started"):
-        ledger.write(event, "12_3", "SIGTERM" if event == "interrupted" else "", saved=0)
+        ledger.write(event, "12_3", "SIGTERM" if event == "interrupted" else "", saved=0, by="u")
     records = [{"step": 10, "loss": 9.0}, {"step": 100, "loss": 4.25, "tokens_per_s": 2000.0, "elapsed": 50.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 11')
     logs = tmp_path / "study" / FOLDER / "logs"
@@ -90,16 +90,16 @@ def run(tmp_path):
 
 
 def test_a_row_has_progress_rate_time_left_and_restarts(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "job_states", lambda jobs: {"12_3": ("RUNNING", "None")})
+    monkeypatch.setattr(status, "job_states", lambda events: {"12_3": ("RUNNING", "None")})
     assert standings([run], tmp_path) == [Standing("study/arm-s1", "RUNNING", 100, 400, 4.25, 2000.0, 150.0, 1, "")]
 
 
 def test_a_job_that_died_is_told_with_its_last_words_and_the_command_that_goes_on(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "job_states", lambda jobs: {})
+    monkeypatch.setattr(status, "job_states", lambda events: {})
     go_on = "`loopscale launch requeue study/arm-s1` goes on"
     (row,) = standings([run], tmp_path)
     assert (row.state, row.note, row.left) == ("LOST", f"its job has ended without a word; {go_on}", None)
-    Ledger(run).write("submitted", "13")
+    Ledger(run).write("submitted", "13", by="u")
     monkeypatch.setattr(status, "JUST_SUBMITTED", -1.0)
     (run / FOLDER / "ends").mkdir()
     (run / FOLDER / "ends" / "13.0.batch").write_text("setup failed: module load cuda\n")
@@ -124,6 +124,7 @@ def test_slurm_is_asked_with_and_without_accounting(tmp_path, monkeypatch, accou
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     known = {"12_1": ("RUNNING", "None"), "12_2": ("PENDING", "JobArrayTaskLimit")}
     ended = {"11": ("CANCELLED", "None"), "10": ("COMPLETED", "")} if accounting else {}
+    events = [{"event": "submitted", "job": job, "by": "u"} for job in ("12_1", "12_2", "11", "10")]
     began = time.monotonic()
-    assert status.job_states(["12_1", "12_2", "11", "10"]) == known | ended
+    assert status.job_states(events) == known | ended
     assert time.monotonic() - began < 60
