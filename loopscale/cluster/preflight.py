@@ -181,24 +181,32 @@ class _Meeting:
         return replace(own, matmul=matmul, received=received)
 
     def _received(self, device: torch.device, present: Sequence[int]) -> float | None:
-        """Bytes per second from the node before, around the ring of the nodes' first ranks; the faster of two rounds."""
+        """Bytes per second from the node before, around the ring of the nodes' first ranks: the faster of two messages.
+
+        Links are measured in turns in which a node only sends or only receives, so that a slow link slows no other."""
         ring = [i for i, rank in enumerate(present) if rank % self.devices == 0]
         here = present.index(self.rank)
-        dist.barrier()
-        if here not in ring or len(ring) < 2:
-            return None
-        place = ring.index(here)
-        before, behind = ring[place - 1], ring[(place + 1) % len(ring)]
-        out, into = torch.zeros(MESSAGE, dtype=torch.uint8, device=device), torch.empty(MESSAGE, dtype=torch.uint8, device=device)
+        message = torch.zeros(MESSAGE, dtype=torch.uint8, device=device)
         best = math.inf
-        for _ in range(2):
-            began = time.perf_counter()
-            for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, behind), dist.P2POp(dist.irecv, into, before)]):
-                request.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - began)
-        return MESSAGE / best
+        for turn in turns(len(ring)):
+            dist.barrier()
+            for source, target in ((ring[s], ring[t]) for s, t in 2 * turn):
+                if here == source:
+                    dist.send(message, target)
+                elif here == target:
+                    began = time.perf_counter()
+                    dist.recv(message, source)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    best = min(best, time.perf_counter() - began)
+        return MESSAGE / best if best < math.inf else None
+
+
+def turns(nodes: int) -> list[list[tuple[int, int]]]:
+    """The links (from, to) of a ring, in turns: in each a node has part in one link at most."""
+    links = [(node, (node + 1) % nodes) for node in range(nodes)] if nodes > 1 else []
+    even = len(links) - len(links) % 2
+    return [turn for turn in (links[:even:2], links[1:even:2], links[even:]) if turn]
 
 
 def _device() -> torch.device:

@@ -113,9 +113,10 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
     state = slurm[jobs[-1]][0] if jobs and jobs[-1] in slurm else ""
     if not state and last["event"] == "submitted" and _age(last) < JUST_SUBMITTED:
         return "PENDING", ""
+    silent = "its job has ended without a word" if last["event"] == "started" else last["message"]
     if state in ("", "COMPLETED"):  # it did not say that it had finished
-        return "LOST", "its job has ended without a word" if last["event"] == "started" else last["message"]
-    return state, last["message"]
+        return "LOST", silent
+    return state, silent if state == "FAILED" else last["message"]
 
 
 def _conclusion(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
