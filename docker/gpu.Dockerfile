@@ -35,10 +35,11 @@ RUN apt-get update \
 COPY --from=base /opt/loopscale /opt/loopscale
 ENV CUDA_HOME=/usr/local/cuda PATH=/opt/loopscale/bin:/usr/local/cuda/bin:$PATH
 RUN pip install --no-cache-dir cmake==4.1.2 ninja==1.13.2 pybind11==3.0.1 setuptools==80.9.0 wheel==0.45.1
+
+# Each stage declares its arguments: podman does not hand them on.
+FROM compiler AS apex
 ARG TORCH_CUDA_ARCH_LIST=9.0
 ARG MAX_JOBS=8
-
-FROM compiler AS apex
 ARG APEX_COMMIT=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 WORKDIR /src/apex
 RUN git init --quiet \
@@ -47,6 +48,8 @@ RUN git init --quiet \
  && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-cache-dir --no-build-isolation --no-deps --prefix /install .
 
 FROM compiler AS engine
+ARG TORCH_CUDA_ARCH_LIST=9.0
+ARG MAX_JOBS=8
 # v2.11: megatron-core 0.16 takes Transformer Engine from 2.9 to 2.11.
 ARG TRANSFORMER_ENGINE_COMMIT=c188b533cc3721ca9c6bbfd26148f5cf60108c25
 WORKDIR /src/engine

@@ -99,6 +99,14 @@ def test_bases_and_sources_are_pinned(path):
             assert pinned, command
 
 
+@pytest.mark.parametrize("stage", ["apex", "engine"])
+def test_a_stage_that_compiles_declares_its_arguments(stage):
+    """Not all builders hand them on from the stage that it begins with."""
+    text = (FOLDER / "gpu.Dockerfile").read_text()
+    declared = re.findall(r"^ARG (\w+)=(\S+)", re.search(rf"^FROM compiler AS {stage}\n(.*?)^FROM", text, re.S | re.M)[1], re.M)
+    assert {("TORCH_CUDA_ARCH_LIST", "9.0"), ("MAX_JOBS", "8")} < set(declared)
+
+
 def test_cuda_is_the_one_that_torch_was_built_with():
     """apex refuses another."""
     cuda = re.search(r"^cuda-toolkit==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
