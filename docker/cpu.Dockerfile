@@ -1,7 +1,7 @@
 # Runs without GPUs: docker build -f docker/cpu.Dockerfile -t loopscale:cpu .
 #
 # torch has the version of constraints.txt. TORCH_INDEX is the address of PyTorch's CPU wheels, as its install page gives it.
-# Without it torch comes from where pip gets everything else; that build carries CUDA's libraries: the same results, 5 GB more.
+# Without it torch comes from where pip gets everything else, with CUDA's libraries: it runs on CPUs too, and is 5 GB larger.
 
 # Layers by how seldom they change: torch, the other packages, the project. No step needs a compiler.
 FROM python:3.11-slim AS base
