@@ -2,13 +2,15 @@
 # make test    everything that CI runs
 # make lint    ruff and mypy
 # make bench   training arithmetic against this machine's own matrix products
+# make image   the CPU image, with docker or ENGINE=podman
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
+ENGINE ?= docker
 
-.PHONY: demo test test-fast lint bench env clean
+.PHONY: demo test test-fast lint bench image env clean
 
 env: $(VENV)/.ready
 
@@ -41,6 +43,9 @@ lint: env
 
 bench: env
 	$(BIN)/python tools/bench_training.py
+
+image:
+	$(ENGINE) build -f docker/cpu.Dockerfile -t loopscale:cpu --build-arg REVISION=$$(git rev-parse HEAD) .
 
 clean:
 	rm -rf $(VENV) build *.egg-info
