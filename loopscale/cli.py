@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print layout, batch arithmetic, parameters and memory; start nothing"
     )
     _ranks_arguments(train, "with --dry-run: ")
+    train.add_argument("--device", choices=("cpu", "gpu"), help="with --dry-run: memory of such ranks; default as here")
     train.add_argument("--profile", action="store_true", help="record steps 4 to 6 into RUN/profile")
 
     plan = command("plan", _plan, "Show the ring schedule of one optimizer step. Starts nothing.", add_help=False)
@@ -274,7 +275,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from loopscale.plan.dry_run import dry_run
 
-        print(dry_run(loaded.config, options.nodes, options.per_node))  # type: ignore[attr-defined]
+        gpus = {"cpu": False, "gpu": True, None: None}[options.device]
+        print(dry_run(loaded.config, options.nodes, options.per_node, gpus))  # type: ignore[attr-defined]
         return 0
     from loopscale.train.signals import INTERRUPTED, StopRequest
 

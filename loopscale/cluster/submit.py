@@ -45,7 +45,7 @@ class Launch:
         """The world that the job makes, and its batch script."""
         job = self.cluster.job
         made = executor(self.folder, self.name, self.cluster, self.at_once)
-        world = dry_run(self.runs[0], job.nodes, job.devices)
+        world = dry_run(self.runs[0], job.nodes, job.devices, job.gpus)
         spares = f" and {job.spares} spare" if job.spares else ""
         several = f" · {len(self.runs)} runs, {self.at_once or len(self.runs)} at once" if len(self.runs) > 1 else ""
         head = f"job      {job.nodes} nodes{spares} × {job.devices} devices, a task each · {job.time} min{several}"

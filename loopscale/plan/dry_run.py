@@ -17,8 +17,9 @@ from loopscale.train.banner import quantity, sizes
 _GIB = 2**30
 
 
-def dry_run(config: Config, nodes: int | None = None, per_node: int | None = None) -> str:
-    """The report for ``nodes`` × ``per_node`` ranks; raises :class:`ConfigError` when the layout cannot be."""
+def dry_run(config: Config, nodes: int | None = None, per_node: int | None = None, gpus: bool | None = None) -> str:
+    """The report for ``nodes`` × ``per_node`` ranks, on GPUs or not (None: as here); raises :class:`ConfigError` when the layout
+    cannot be."""
     layout = Layout.of(config, nodes, per_node)
     batch, prior, depth, length = layout.batch, make_prior(config.depth), config.depth, config.corpus.sequence_length
     tokens = batch.global_batch * length
@@ -35,8 +36,8 @@ def dry_run(config: Config, nodes: int | None = None, per_node: int | None = Non
         f"group{'s' * (batch.groups > 1)} of {batch.group}, {batch.group_per_rank} per replica · microbatch {batch.microbatch}, "
         f"{batch.accumulation} a step",
         f"steps    {config.train.steps:,} = {quantity(tokens * config.train.steps)} tokens",
-        f"depth    {prior.name} · mean {prior.mean:.3g} · entropy {prior.entropy:.3g} nats · {truncated:.1%} beyond backprop",
-        *_memory(layout),
+        f"depth    {prior.name} · mean {prior.mean:.3g} · entropy {prior.entropy + 0:.3g} nats · {truncated:.1%} beyond backprop",
+        *_memory(layout, torch.cuda.is_available() if gpus is None else gpus),
         "ok       nothing was started",
     ]
     return "\n".join(lines)
@@ -55,10 +56,10 @@ def _ranks(layout: Layout) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}{nodes}"
 
 
-def _memory(layout: Layout) -> list[str]:
-    """The rank that holds most, and with several stages one of each; for a machine with such devices as this one has."""
+def _memory(layout: Layout, gpus: bool) -> list[str]:
+    """The rank that holds most, and with several stages one of each."""
     config = layout.config
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if gpus else "cpu")
     compute = compute_type(config, device)
     stages = predict_memory(config, layout.batch, layout.ring, device, compute)
     heaviest = max(range(layout.stages), key=lambda s: stages[s].peak)

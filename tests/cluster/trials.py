@@ -89,39 +89,21 @@ def timed_out(stand: Stand) -> str:
     return f"3 starts, {len(steps)} steps, each once; the first ended with: {events[2]['message']}"
 
 
-def node_killed(stand: Stand) -> str:
-    """The node beside the first: everything on it is gone at once."""
-    launched = stand.launched("node-killed")
-    launched.submit(*SETTINGS, nodes=2, devices=1)
-    launched.wait_for_step(60)
-    nodes = launched.ledger.events()[-1]["nodes"]
-    stand.cluster("kill", nodes[1])
-    launched.wait(lambda: launched.standing().restarts > 0 or launched.standing().state != "RUNNING", 120)
-    stand.cluster("up")
-    return stand.finish(launched)
+def node_lost(verb: str, index: int) -> Callable[[Stand], str]:
+    """``verb`` as of `slurm-local`: kill, everything on the node is gone at once, or cut, its cable. The first node has the batch
+    script and rank 0: there SLURM itself must find out, which takes it some 35 s."""
 
+    def trial(stand: Stand) -> str:
+        launched = stand.launched(f"{verb}-{index}")
+        launched.submit(*SETTINGS, nodes=2, devices=1)
+        launched.wait_for_step(60)
+        node = launched.ledger.events()[-1]["nodes"][index]
+        stand.cluster(verb, node)
+        time.sleep(50)
+        stand.cluster(*(("mend", node) if verb == "cut" else ("up",)))
+        return stand.finish(launched)
 
-def first_node_killed(stand: Stand) -> str:
-    """The node of the batch script and of rank 0: SLURM itself must find out."""
-    launched = stand.launched("first-node-killed")
-    launched.submit(*SETTINGS, nodes=2, devices=1)
-    launched.wait_for_step(60)
-    nodes = launched.ledger.events()[-1]["nodes"]
-    stand.cluster("kill", nodes[0])
-    time.sleep(45)  # until SLURM calls it down
-    stand.cluster("up")
-    return stand.finish(launched)
-
-
-def cable_cut(stand: Stand) -> str:
-    launched = stand.launched("cable-cut")
-    launched.submit(*SETTINGS, nodes=2, devices=1)
-    launched.wait_for_step(60)
-    nodes = launched.ledger.events()[-1]["nodes"]
-    stand.cluster("cut", nodes[1])
-    time.sleep(50)
-    stand.cluster("mend", nodes[1])
-    return stand.finish(launched)
+    return trial
 
 
 def chained(stand: Stand) -> str:
@@ -217,7 +199,8 @@ def study(stand: Stand) -> str:
 
 TRIALS = {
     2: {"2x1": layout(2, 1), "2x2": layout(2, 2), "2x2 PP2": layout(2, 2, "parallel.pipeline=2"), "preempted": preempted,
-        "timed-out": timed_out, "node-killed": node_killed, "first-node-killed": first_node_killed, "cable-cut": cable_cut,
+        "timed-out": timed_out, "node-killed": node_lost("kill", 1), "first-node-killed": node_lost("kill", 0),
+        "cable-cut": node_lost("cut", 1),
         "study": study, "chained": chained, "without-a-trace": without_a_trace, "rehearsal": rehearsal},
     4: {"sick-node": sick_node, "4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
 }  # fmt: skip

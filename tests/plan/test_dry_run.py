@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from loopscale.config import Config, load
 from loopscale.plan.dry_run import dry_run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_one_stage_is_told_as_one(config):
@@ -50,3 +54,12 @@ def test_gated_objectives_have_a_dry_run(config, kind):
         model={"exit_gate": "normed"}, objective={"kind": kind}, depth={"prior": "fixed", "mean": 4}, parallel={"pipeline": 3}
     )
     assert "home + 2 slices" in dry_run(asked)
+
+
+def test_memory_of_gpus_is_told_where_there_is_none(config):
+    """The 1.6B run's, as `configs/run/fixedpoint-l-1p6b.yaml` states it."""
+    large = load(Config, CONFIGS / "run/fixedpoint-l-1p6b.yaml").config
+    told = {gpus: dry_run(large, 8, 8, gpus) for gpus in (True, False)}
+    assert "= 47.53 GiB · visits in bf16, for GPUs" in told[True]
+    assert "visits in fp32, for CPUs" in told[False]
+    assert "entropy 0 nats" in dry_run(config(depth={"prior": "fixed", "mean": 4}))
