@@ -49,8 +49,9 @@ def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
         raise UsageError(f"job {live[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
     if live and job_states(events)[live[0]][0] == "PENDING":
         return f"job {live[0]} waits already"
-    job = live[0] if live else events[-1]["job"]  # of an array, one that has ended keeps its place, and the array's limit
-    if not overrides and _try("scontrol", "requeue", job) is None:
+    job = live[0] if live else events[-1]["job"] if events else None
+    # of an array, a job that has ended keeps its place, and the array's limit
+    if job is not None and not overrides and _try("scontrol", "requeue", job) is None:
         ledger.write("requeued", job, "requeued by `loopscale launch requeue`")
         return f"requeued job {job}"
 

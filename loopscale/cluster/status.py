@@ -97,6 +97,8 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
     than SLURM's. A job that will run again is PENDING, whatever it is called; one that SLURM does not know and that has
     not said how it ended is LOST."""
     jobs = [event["job"] for event in events if event["event"] == "submitted"]
+    if not jobs:
+        return "LOST", "it has never been submitted"
     last = events[-1]
     alive = [slurm[job] for job in jobs if job in slurm and (slurm[job][0] in LIVE or slurm[job][0] in WAITING)]
     if alive and last["event"] != "finished":
@@ -110,7 +112,7 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
         return state, _excluded(events) if state == "RUNNING" else ""
     if (end := _conclusion(events)) is not None:
         return CONCLUDED[end["event"]], end["message"]
-    state = slurm[jobs[-1]][0] if jobs and jobs[-1] in slurm else ""
+    state = slurm[jobs[-1]][0] if jobs[-1] in slurm else ""
     if not state and last["event"] == "submitted" and _age(last) < JUST_SUBMITTED:
         return "PENDING", ""
     silent = "its job has ended without a word" if last["event"] == "started" else last["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import shutil
@@ -59,8 +60,15 @@ class Launch:
             folder = self._folder(config)
             if (folder / "config.yaml").exists() or (folder / FOLDER / "spec.json").exists():
                 raise UsageError(f"{folder} already holds a run; `loopscale launch requeue {folder}` goes on with it")
-        snapshot(self.folder)
-        return submit([self._prepared(config) for config in self.runs], self.name, self.cluster, self.at_once)
+        try:
+            snapshot(self.folder)
+            return submit([self._prepared(config) for config in self.runs], self.name, self.cluster, self.at_once)
+        except BaseException:  # nothing was started: the same command is to work when what was wrong is mended
+            for folder in {self.folder, *map(self._folder, self.runs)}:
+                for part in (FOLDER, "code"):
+                    shutil.rmtree(folder / part, ignore_errors=True)
+            _drop_if_empty([*map(self._folder, self.runs), self.folder])
+            raise
 
     def _folder(self, config: Config) -> Path:
         return Path(config.run.folder).absolute() / str(config.run.name)
@@ -77,6 +85,12 @@ class Launch:
         task = Task(str(self.folder), str(folder), arguments, self.cluster.model_dump(mode="json"), token, config.train.max_time)
         write_spec(folder, {"task": asdict(task), "name": self.name, "command": sys.argv, "steps": config.train.steps})
         return task
+
+
+def _drop_if_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def named(config: Config, stem: str) -> Config:

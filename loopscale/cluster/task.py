@@ -29,6 +29,8 @@ from loopscale.train.journal import last_saved
 INTERRUPTED, MISTAKE = 75, 2
 """Exit codes of `loopscale train`: go on with --resume auto; mend the configuration first."""
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+HUNG = 6
+"""Times `preflight.timeout` after which a preflight that has not ended is ended: a device may hang."""
 LEAVING = 10.0
 """Seconds between the end of training and that of the job."""
 
@@ -76,16 +78,16 @@ class Child:
         if self.process is not None:
             self.process.send_signal(number)
 
-    def run(self, module: list[str], environment: Mapping[str, str], capture: bool = False) -> tuple[int, str]:
-        """Runs ``python -m module …``; (exit code, what it printed if that is to be captured). Its standard error is passed
-        through."""
+    def run(self, module: list[str], environment: Mapping[str, str], limit: float | None = None) -> tuple[int, str]:
+        """Runs ``python -m module …``, passing its standard error through; returns its exit code. With a ``limit`` it has so many
+        seconds, and what it prints is returned, too."""
         if self.asked is not None:
             return INTERRUPTED, ""
         self.last.clear()
         command = [sys.executable, "-u", "-m", *module]
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, text=True,
-            stdout=subprocess.PIPE if capture else None, stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE if limit else None, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.process = process
         if self.asked is not None:  # while it was being started
@@ -93,8 +95,12 @@ class Child:
         assert process.stderr is not None
         listener = threading.Thread(target=self._pass_through, args=(process.stderr,), daemon=True)
         listener.start()
+        over = threading.Timer(limit or 0, process.kill)
+        if limit:
+            over.start()
         printed = process.stdout.read() if process.stdout is not None else ""
         code, self.process = process.wait(), None
+        over.cancel()
         listener.join(5)  # processes of its own may have outlived it, and hold the pipe
         return code, printed
 
@@ -106,8 +112,10 @@ class Child:
                 self.last.append(line.rstrip())
 
     def reason(self, code: int) -> str:
-        """Why it ended with ``code``, in a line."""
-        said = next((line for line in reversed(self.last) if not line.startswith(" ")), "")
+        """Why it ended with ``code``, in a line: the last that it said, with what is indented below it."""
+        lines = list(self.last)
+        first = next((n for n in reversed(range(len(lines))) if not lines[n].startswith(" ")), len(lines))
+        said = "; ".join(" ".join(line.split()) for line in lines[first:])
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return said.removeprefix("error: ") or f"its process {how} and said nothing"
 
@@ -154,7 +162,9 @@ class _Start:
             "gpus": self.cluster.job.gpus, "ends": ends, "settings": self.cluster.preflight.model_dump(),
         }  # fmt: skip
         environment = {**self.world.variables(), **self._network()}
-        code, printed = self.child.run(["loopscale.cluster.preflight", json.dumps(asked)], environment, capture=True)
+        code, printed = self.child.run(
+            ["loopscale.cluster.preflight", json.dumps(asked)], environment, HUNG * self.cluster.preflight.timeout
+        )
         if code == 0 and printed.strip():
             return Verdict(**json.loads(printed.strip().splitlines()[-1])), ""
         reason = self.child.reason(code)
@@ -180,7 +190,7 @@ class _Start:
             self._tell("finished")
             return 0
         reason = self.child.reason(code)
-        if code == INTERRUPTED:
+        if code == INTERRUPTED or (self.child.asked is not None and code != MISTAKE):  # also before it could answer
             return self._interrupted(reason)
         starts = self.ledger.starts_without_progress()
         if code == MISTAKE:

@@ -56,6 +56,7 @@ def told(*names: str) -> list[dict]:
         (["submitted", "started"], None, ("LOST", "its job has ended without a word")),
         (["submitted", "started"], ("COMPLETED", "None"), ("LOST", "its job has ended without a word")),
         (["submitted"], None, ("LOST", "")),
+        ([], None, ("LOST", "it has never been submitted")),
     ],
 )
 def test_a_state_is_told_as_it_is(events, slurm, expected):

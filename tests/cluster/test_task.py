@@ -28,7 +28,7 @@ class Scripted(Child):
         self._ends, self.ran = list(ends), []
         self.last.extend(says.splitlines())
 
-    def run(self, module, environment, capture=False):
+    def run(self, module, environment, limit=None):
         self.ran.append((module, dict(environment)))
         return self._ends.pop(0)
 
@@ -55,7 +55,13 @@ def saved(folder: Path, step: int) -> None:
     [
         (0, "", ("finished", ""), False, 0),
         (75, "asked to stop by SIGTERM", ("interrupted", "asked to stop by SIGTERM"), True, 75),
-        (2, "c.yaml: 1 problem\n  model.heads  3 does not divide", ("failed", "c.yaml: 1 problem"), False, 2),
+        (
+            2,
+            "c.yaml: 1 problem\n  model.heads  3 does not divide",
+            ("failed", "c.yaml: 1 problem; model.heads 3 does not divide"),
+            False,
+            2,
+        ),
         (1, "Traceback\nerror: rank 1 is gone", ("fault", "rank 1 is gone"), True, 1),
         (-9, "", ("fault", "its process was ended by SIGKILL and said nothing"), True, 137),
     ],
@@ -135,7 +141,7 @@ from loopscale.cluster.task import Child
 child = Child()
 child.listen()
 print("armed", flush=True)
-code, printed = child.run(["child"], {"X": "1"}, capture=True)
+code, printed = child.run(["child"], {"X": "1"}, limit=60)
 print(code, printed.strip(), child.asked, child.reason(code), flush=True)
 """
 CHILD = """
@@ -163,6 +169,24 @@ def test_a_signal_to_the_parent_reaches_the_process_that_trains(tmp_path, number
     parent.send_signal(number)
     out, _ = parent.communicate(timeout=60)
     assert out == f"75 {number.name}1 {number.name} saved\n"
+
+
+def test_a_process_that_hangs_is_ended_when_its_time_is_up(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    child = Child()
+    assert child.run(["hangs"], {"PYTHONPATH": str(tmp_path)}, limit=2) == (-signal.SIGKILL, "begun\n")
+    assert child.reason(-signal.SIGKILL) == "its process was ended by SIGKILL and said nothing"
+
+
+def test_training_that_a_signal_ends_before_it_can_answer_was_interrupted(tmp_path):
+    class Deaf(Scripted):
+        def run(self, module, environment, limit=None):
+            ended = super().run(module, environment, limit)
+            self.asked = "SIGTERM" if module[1:2] == ["train"] else None
+            return ended
+
+    assert start(tmp_path, Deaf(FIT, (-signal.SIGTERM, ""))) == 75
+    assert told(tmp_path)[-1][0] == "interrupted" and (tmp_path / FOLDER / "requeue-7-0").exists()
 
 
 def test_a_verdict_survives_its_way_between_processes():
