@@ -53,13 +53,13 @@ ARG MAX_JOBS=8
 # v2.11: megatron-core 0.16 takes Transformer Engine from 2.9 to 2.11.
 ARG TRANSFORMER_ENGINE_COMMIT=c188b533cc3721ca9c6bbfd26148f5cf60108c25
 WORKDIR /src/engine
-# cuDNN is the one that torch brings.
+# cuDNN and NCCL are those that torch brings.
 RUN git init --quiet \
  && git fetch --quiet --depth 1 https://github.com/NVIDIA/TransformerEngine.git "$TRANSFORMER_ENGINE_COMMIT" \
  && git checkout --quiet FETCH_HEAD \
  && git submodule --quiet update --init --depth 1 3rdparty/cudnn-frontend 3rdparty/cutlass \
- && CUDNN_PATH=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/nvidia/cudnn \
- && export CUDNN_PATH CPLUS_INCLUDE_PATH="$CUDNN_PATH/include" \
+ && libraries=$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/nvidia \
+ && export CUDNN_PATH="$libraries/cudnn" CPLUS_INCLUDE_PATH="$libraries/cudnn/include:$libraries/nccl/include" \
  && NVTE_CUDA_ARCHS=$(python -c "print('$TORCH_CUDA_ARCH_LIST'.replace('.', ''))") NVTE_FRAMEWORK=pytorch \
     NVTE_SKIP_SUBMODULE_CHECKS_DURING_BUILD=1 \
     pip install --no-cache-dir --no-build-isolation --no-deps --prefix /install .
