@@ -308,24 +308,27 @@ def _launch_slurm(options: argparse.Namespace) -> int:
 
     from loopscale.cluster.submit import Launch, named
 
+    folder = None
     if options.study is not None:
         study = load_study(options.study, of_run)
         runs: list[Config] = [run.loaded.config for run in study.runs]
-        launch = Launch.of(runs, cluster, study.folder, options.at_once)
+        folder = study.folder
     else:
-        config = named(loaded.config, options.config.stem)  # type: ignore[attr-defined]
-        if options.rehearse:
-            from loopscale.cluster.rehearsal import rehearsed
+        runs = [named(loaded.config, options.config.stem)]  # type: ignore[attr-defined]
+    if options.rehearse:
+        from loopscale.cluster.rehearsal import rehearsed
 
-            config, cluster = rehearsed(config, cluster)
-        launch = Launch.of([config], cluster)
+        asked = cluster
+        runs, (cluster, *_) = zip(*(rehearsed(config, asked) for config in runs), strict=True)  # type: ignore[assignment]
+    launch = Launch.of(runs, cluster, folder, options.at_once)
     if options.dry_run:
         print(launch.describe())
         return 0
     jobs = launch.submit()
     job = cluster.job
     print(f"submitted job{'s' * (len(jobs) > 1)} {', '.join(jobs)} · {job.nodes} × {job.devices} ranks · {launch.folder}")
-    print(f"  loopscale launch status · loopscale launch logs -f {launch.folder.name}")
+    shown = os.path.relpath(launch.folder)
+    print(f"  loopscale launch status {shown} · loopscale launch logs -f {shown}{f'/{runs[0].run.name}' if folder else ''}")
     return 0
 
 
@@ -343,9 +346,9 @@ def _launch_local(options: argparse.Namespace) -> int:
 def _launch_status(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from loopscale.cluster.status import find_run, launched, standings, table
+    from loopscale.cluster.status import find_runs, launched, standings, table
 
-    folders = [find_run(name, options.runs) for name in options.names] or launched(options.runs.absolute())
+    folders = [run for name in options.names for run in find_runs(name, options.runs)] or launched(options.runs.absolute())
     if not folders:
         print(f"no run of {options.runs} has been launched")
         return 0
@@ -365,9 +368,9 @@ def _launch_logs(options: argparse.Namespace) -> int:
 
 def _launch_cancel(options: argparse.Namespace) -> int:
     from loopscale.cluster.commands import cancel
-    from loopscale.cluster.status import find_run
+    from loopscale.cluster.status import find_runs
 
-    print(cancel(find_run(options.name, options.runs)))
+    print(cancel(find_runs(options.name, options.runs)))
     return 0
 
 

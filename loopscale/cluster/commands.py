@@ -25,12 +25,14 @@ def live_jobs(folder: Path) -> list[str]:
     return sorted(job for job, (state, _) in states.items() if state in LIVE or state in WAITING)
 
 
-def cancel(folder: Path) -> str:
-    """Cancels the run's jobs, for good; what they trained stays. Raises :class:`UsageError` where there is none."""
-    jobs = live_jobs(folder)
+def cancel(folders: Sequence[Path]) -> str:
+    """Cancels the runs' jobs, for good; what they trained stays. Raises :class:`UsageError` where there is none."""
+    live = {folder: found for folder in folders if (found := live_jobs(folder))}
+    jobs = [job for found in live.values() for job in found]
     if not jobs:
-        raise UsageError(f"{folder} has no job that waits or runs")
-    Ledger(folder).write("cancelled", jobs[-1], "cancelled by `loopscale launch cancel`")  # first: the job may end at once
+        raise UsageError(f"{' '.join(map(str, folders))} has no job that waits or runs")
+    for folder, found in live.items():  # first: a job may end at once
+        Ledger(folder).write("cancelled", found[-1], "cancelled by `loopscale launch cancel`")
     if (refusal := _try("scancel", *jobs)) is not None:
         raise ClusterError(f"scancel {' '.join(jobs)} failed: {refusal}")
     return f"cancelled {', '.join(jobs)}"

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+INTERRUPTED = 75
+"""Exit code of a run that goes on with --resume auto."""
 EXPLAINING = 30.0
 """Seconds beyond `parallel.timeout` in which ranks find out that another is gone, and say so, before they are ended."""
 
@@ -22,15 +24,18 @@ def run_local(count: int, train: Sequence[str], timeout: float) -> int:
     of the first that failed, or 0. One Ctrl-C asks all of them to stop, a second one ends them."""
     port = _free_port()
     world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-u", "-m", "loopscale", "train", *train],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,  # the terminal's Ctrl-C comes by us
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    _pass_signals(ranks)
+    asked = _Asked()
+    for rank in range(count):
+        asked.ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-u", "-m", "loopscale", "train", *train],
+                env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,  # the terminal's Ctrl-C comes by us
+            )
+        )  # fmt: skip
+    ranks = asked.ranks
+    if asked.to_stop:  # while they were being started
+        asked.pass_on()
     lock = threading.Lock()
     readers = []
     for rank, process in enumerate(ranks):
@@ -41,17 +46,26 @@ def run_local(count: int, train: Sequence[str], timeout: float) -> int:
     code = _wait(ranks, timeout + EXPLAINING)
     for reader in readers:
         reader.join(5)
-    return code
+    return INTERRUPTED if asked.to_stop and code == 128 + signal.SIGTERM else code  # before they could answer
 
 
-def _pass_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    def pass_on(number: int, _: FrameType | None) -> None:
-        for process in ranks:
+class _Asked:
+    """Hears that the ranks are to stop, and passes it on: as SIGTERM, of which a Python that is just starting dies in silence."""
+
+    def __init__(self) -> None:
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.to_stop = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _: FrameType | None) -> None:
+        self.to_stop = True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        for process in self.ranks:
             if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+                process.terminate()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> int:

@@ -45,29 +45,34 @@ def executor(launched: Path, name: str, cluster: ClusterConfig, at_once: int | N
 def _setup(launched: Path, cluster: ClusterConfig) -> list[str]:
     ends = shlex.quote(str(launched / FOLDER / "ends"))
     exports = [f"export {name}={shlex.quote(value)}" for name, _, value in (v.partition("=") for v in cluster.environment)]
-    lines = [f"{{ {line}\n}} || failed {shlex.quote(line)}" for line in cluster.setup]
+    lines = [f"line={shlex.quote(line)}\n{{ :; {line}\n}} || failed" for line in cluster.setup]
     return [
         "start=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
         f"ends={ends}",
-        'failed() { mkdir -p "$ends"; echo "setup failed: $1" | tee "$ends/$start.batch" >&2; exit 1; }',
+        'failed() { trap - EXIT; mkdir -p "$ends"; echo "setup failed: $line" | tee "$ends/$start.batch" >&2; exit 1; }',
+        "trap failed EXIT",
         f"export {JOB_BEGAN}=$(date +%s)",
-        f"export PYTHONPATH={shlex.quote(str(launched / 'code'))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1  # the snapshot, not the folder that the job starts in",
         *exports,
         *lines,
+        "trap - EXIT",
+        f"export PYTHONPATH={shlex.quote(str(launched / 'code'))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1  # the snapshot, not the folder that the job starts in",
     ]
 
 
 def _teardown(launched: Path, cluster: ClusterConfig) -> list[str]:
     """A task leaves a mark where its job is to be queued again; here is scontrol, wherever tasks run. In a chain the next job
     goes on by itself; the end of the run ends the chain."""
-    mark = f"{shlex.quote(str(launched / FOLDER))}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+    notes, attempt = shlex.quote(str(launched / FOLDER)), "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+    again = f"{notes}/requeue-{attempt}"
     if cluster.chain > 1:
         others = 'scancel --user="$USER" --name="$SLURM_JOB_NAME" --state=PENDING'
-        return ["code=$?", f"[ -e {mark} ] || {others}", "exit $code"]
+        return ["code=$?", f"[ -e {again} ] || {others}", "exit $code"]
     return [
         "code=$?",
-        f"if [ -e {mark} ]; then",
+        "# a start that ended without a word, all its tasks killed, is retried, too",
+        f"if [ $code -ne 0 ] && [ -e {notes}/began-{attempt} ] && [ ! -e {notes}/ended-{attempt} ]; then touch {again}; fi",
+        f"if [ -e {again} ]; then",
         '  scontrol requeue "$SLURM_JOB_ID" && sleep 600  # which ends this script',
         '  mkdir -p "$ends"; echo "SLURM takes the job back by no scontrol requeue" > "$ends/$start.batch"',
         "fi",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from loopscale.cluster.ledger import FOLDER, Ledger
+from loopscale.cluster.ledger import FOLDER, Ledger, read_spec
 from loopscale.errors import ClusterError, UsageError
 from loopscale.train.journal import last_record
 
@@ -58,6 +57,14 @@ def find_run(name: str, runs: Path) -> Path:
     raise UsageError(f"{name} is no launched run of {runs} (there: {known})")
 
 
+def find_runs(name: str, runs: Path) -> list[Path]:
+    """As :func:`find_run`; of a study all its runs."""
+    for folder in (Path(name), runs / name):
+        if found := sorted(path.parents[1].absolute() for path in folder.glob(f"*/{FOLDER}/spec.json")):
+            return found
+    return [find_run(name, runs)]
+
+
 def standings(folders: Sequence[Path], runs: Path) -> list[Standing]:
     """One row for each run."""
     ledgers = [Ledger(folder) for folder in folders]
@@ -67,14 +74,17 @@ def standings(folders: Sequence[Path], runs: Path) -> list[Standing]:
 
 def _standing(ledger: Ledger, slurm: Mapping[str, tuple[str, str]], runs: Path) -> Standing:
     folder, events = ledger.folder, ledger.events()
-    spec = json.loads((folder / FOLDER / "spec.json").read_text())
+    try:
+        steps = read_spec(folder)["steps"]
+    except UsageError as error:  # one damaged run hides no other
+        return Standing(_name(folder, runs), "UNKNOWN", 0, 0, None, None, None, 0, str(error))
     record = last_record(folder)
     state, note = state_of(events, slurm)
     if state in ("FAILED", "LOST") and not note:
         note = _trace(folder)
     if state in ("FAILED", "LOST", "TIMEOUT", "NODE_FAIL", "CANCELLED"):
         note = f"{note}; `loopscale launch requeue {_name(folder, runs)}` goes on".removeprefix("; ")
-    step, steps = record.get("step", 0), spec["steps"]
+    step = record.get("step", 0)
     return Standing(
         run=_name(folder, runs),
         state=state,
@@ -161,7 +171,7 @@ def last_words(folder: Path) -> str:
 
 def log_files(folder: Path) -> list[Path]:
     """What all tasks of the run's jobs printed."""
-    where = Path(json.loads((folder / FOLDER / "spec.json").read_text())["task"]["launched"]) / FOLDER / "logs"
+    where = Path(read_spec(folder)["task"]["launched"]) / FOLDER / "logs"
     jobs = {event["job"] for event in Ledger(folder).events()}
     return sorted(path for path in where.glob("*_log.*") if path.name.rsplit("_", 2)[0] in jobs)
 

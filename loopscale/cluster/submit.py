@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import shutil
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from loopscale.cluster.ledger import FOLDER, Ledger, write_spec
+from loopscale.cluster.ledger import FOLDER, Ledger, read_spec, write_spec
 from loopscale.cluster.script import executor, script_text
 from loopscale.cluster.task import Task
 from loopscale.config import ClusterConfig, Config, load
-from loopscale.errors import ClusterError, UsageError
+from loopscale.errors import ClusterError, ConfigError, Problem, UsageError, describe_fault
 from loopscale.plan.dry_run import dry_run
 from loopscale.train.folder import config_text, snapshot
 
@@ -60,6 +59,10 @@ class Launch:
             folder = self._folder(config)
             if (folder / "config.yaml").exists() or (folder / FOLDER / "spec.json").exists():
                 raise UsageError(f"{folder} already holds a run; `loopscale launch requeue {folder}` goes on with it")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"run.folder is {config.run.folder}, which cannot be written: {describe_fault(error)}") from None
         try:
             snapshot(self.folder)
             return submit([self._prepared(config) for config in self.runs], self.name, self.cluster, self.at_once)
@@ -107,6 +110,10 @@ def submit(tasks: Sequence[Task], name: str, cluster: ClusterConfig, at_once: in
     made = executor(launched, name if cluster.chain == 1 else f"{name}-{tasks[0].token[:6]}", cluster, at_once)
     if cluster.chain > 1:
         made.update_parameters(dependency="singleton")
+    checked = subprocess.run(["bash", "-n"], input=script_text(made, len(tasks)), text=True, capture_output=True)
+    if checked.returncode:
+        problem = Problem("setup", f"is no shell text: {checked.stderr.splitlines()[0].removeprefix('bash: ')}")
+        raise ConfigError("cluster file", [problem])
     try:
         rounds = [made.submit_array(list(tasks)) for _ in range(cluster.chain)]
     except subprocess.CalledProcessError as error:
@@ -114,7 +121,7 @@ def submit(tasks: Sequence[Task], name: str, cluster: ClusterConfig, at_once: in
     except Exception as error:  # submitit's own
         if type(error).__module__.split(".")[0] != "submitit":
             raise
-        raise ClusterError(f"SLURM refuses the job: {_last(str(error))}") from None
+        raise ClusterError(f"SLURM refuses the job: {_reason(str(error))}") from None
     for task, jobs in zip(tasks, zip(*rounds, strict=True), strict=True):
         for job in jobs:
             Ledger(Path(task.run)).write("submitted", job.job_id, by=getpass.getuser())
@@ -124,8 +131,9 @@ def submit(tasks: Sequence[Task], name: str, cluster: ClusterConfig, at_once: in
 def again(run: Path, overrides: Sequence[str] = ()) -> str:
     """Submits a run that has no job any more, with the snapshot and the settings that it was launched with, but for
     ``overrides`` of its cluster file; returns the job."""
-    spec = json.loads((run / FOLDER / "spec.json").read_text())
+    spec = read_spec(run)
     cluster = load(ClusterConfig, run / FOLDER / "cluster.yaml", overrides).config
+    dry_run(load(Config, run / FOLDER / "config.yaml").config, cluster.job.nodes, cluster.job.devices)
     task = Task(**{**spec["task"], "train": tuple(spec["task"]["train"]), "cluster": cluster.model_dump(mode="json")})
     (job,) = submit([task], spec["name"], cluster)[:1]
     _write_cluster(run, cluster)
@@ -137,8 +145,9 @@ def _write_cluster(run: Path, cluster: ClusterConfig) -> None:
 
 
 def _said(error: subprocess.CalledProcessError) -> str:
-    return _last((error.stderr or error.output or b"").decode(errors="replace") or str(error))
+    return _reason((error.stderr or error.output or b"").decode(errors="replace") or str(error))
 
 
-def _last(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), text).strip()
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])

@@ -130,18 +130,19 @@ class _Start:
 
     def run(self) -> int:
         """The exit code of the task."""
+        self._note("began")
         self._tell("started", restart=self.attempt.restart, saved=last_saved(self.run_folder), nodes=self.world.nodes)
         if self.tells:
             names = ", ".join(signal.Signals(number).name for number in ASKING)
             _say(f"job {self.attempt.job}, start {self.attempt.restart + 1}: {names} save, and queue the job again")
+            if (silent := self.ledger.silent_starts()) > self.cluster.retries:
+                return self._over("failed", f"{silent} starts have ended without a word; retries is {self.cluster.retries}", 1)
         verdict, problem = self._preflight()
         if self.child.asked is not None:
             return self._interrupted(f"asked to stop by {self.child.asked} before training")
         if verdict is None or verdict.refused is not None:
             reason = verdict.refused if verdict is not None and verdict.refused is not None else f"preflight: {problem}"
-            self._tell("refused", reason)
-            _say(f"error: {reason}")
-            return 1
+            return self._over("refused", reason, 1)
         world = self.world.without(list(verdict.sick), self.cluster.job.nodes)
         if world is None:
             _say(f"{self.world.host} is not needed: {', '.join(verdict.sick.get(self.world.host, ['a spare']))}")
@@ -187,31 +188,36 @@ class _Start:
 
     def _concluded(self, code: int) -> int:
         if code == 0:
-            self._tell("finished")
-            return 0
+            return self._over("finished", "", 0)
         reason = self.child.reason(code)
         if code == INTERRUPTED or (self.child.asked is not None and code != MISTAKE):  # also before it could answer
             return self._interrupted(reason)
         starts = self.ledger.starts_without_progress()
+        shown = code if code > 0 else 128 - code
         if code == MISTAKE:
-            self._tell("failed", reason)
-        elif starts > self.cluster.retries:
-            self._tell("failed", f"{reason} ({starts} starts without a new checkpoint; retries is {self.cluster.retries})")
-        else:
-            self._tell("fault", reason)
-            self._queue_again()
-        return code if code > 0 else 128 - code
+            return self._over("failed", reason, shown)
+        if starts > self.cluster.retries:
+            told = f"{reason} ({starts} starts without a new checkpoint; retries is {self.cluster.retries})"
+            return self._over("failed", told, shown)
+        self._tell("fault", reason)
+        self._note("requeue")  # any rank may ask for it: the first may be on the node that is lost
+        return shown
 
     def _interrupted(self, reason: str) -> int:
         self._tell("interrupted", reason)
-        self._queue_again()
+        self._note("requeue")
         return INTERRUPTED
 
-    def _queue_again(self) -> None:
-        """Any rank may ask for it: the first may be on the node that is lost."""
-        mark = self.attempt.mark(Path(self.task.launched))
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+    def _over(self, event: str, reason: str, code: int) -> int:
+        """The run has ended, for a ``reason`` that another start would meet again."""
+        self._tell(event, reason)
+        self._note("ended")
+        if reason:
+            _say(f"error: {reason}")
+        return code
+
+    def _note(self, what: str) -> None:
+        self.attempt.note(Path(self.task.launched), what)
 
     def _tell(self, event: str, message: str = "", **facts: Any) -> None:
         if self.tells:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,15 +63,27 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     """Reads a study and every run of it, ``overrides`` last; a seed's runs come together. Raises :class:`ConfigError` with the
     problems of the first arm that has any."""
     study = load(StudyConfig, path).config
-    names = [arm.name for arm in study.arms]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(str(path), [Problem("arms", f"{twice[0]} is the name of two arms")])
-    runs = []
-    folder = Path("runs") / path.stem
-    for seed in study.seeds:
-        for arm in study.arms:
-            name = f"{arm.name}-s{seed}"
-            own = (f"run.name={name}", f"run.folder={folder}", f"run.seed={seed}")
-            loaded = load(Config, path.parent / study.config, [*study.set, *arm.set, *overrides, *own])
-            runs.append(StudyRun(arm.name, seed, loaded))
+    names = [f"{arm.name}-s{seed}" for seed in study.seeds for arm in study.arms]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(str(path), [Problem("arms", f"two runs are called {twice[0]}: an arm or a seed stands there twice")])
+    if fixed := [o for o in overrides if o.startswith(("run.name=", "run.seed="))]:
+        raise ConfigError(str(path), [Problem(fixed[0].partition("=")[0], "is the study's to give, by its arms and seeds")])
+    base = path.parent / study.config
+    folder = Path(load(Config, base, [*study.set, *overrides]).config.run.folder) / path.stem
+    runs = [
+        StudyRun(arm.name, seed, _load(path, base, arm, [*study.set, *arm.set, *overrides, *_place(folder, arm, seed)]))
+        for seed in study.seeds
+        for arm in study.arms
+    ]
     return Study(path.stem, folder, tuple(runs))
+
+
+def _place(folder: Path, arm: ArmConfig, seed: int) -> list[str]:
+    return [f"run.folder={json.dumps(str(folder))}", f"run.name={arm.name}-s{seed}", f"run.seed={seed}"]
+
+
+def _load(study: Path, base: Path, arm: ArmConfig, overrides: Sequence[str]) -> Loaded[Config]:
+    try:
+        return load(Config, base, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{study}, arm {arm.name}", error.problems) from None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file; none where there is no file."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"}")]
+    """The objects of a JSONL file, without lines that a kill or a full disk left damaged; none where there is no file."""
+    found = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            if isinstance(entry := json.loads(line), dict):
+                found.append(entry)
+    return found
 
 
 def last_saved(run: Path) -> int:

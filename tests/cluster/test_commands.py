@@ -59,14 +59,14 @@ def last(folder) -> tuple[str, str]:
 
 
 def test_cancel_ends_what_lives_and_says_where_there_is_nothing(slurm, run):
-    assert cancel(run) == "cancelled 12_3"
+    assert cancel([run]) == "cancelled 12_3"
     assert slurm.called() == ["scancel 12_3"] and last(run) == ("cancelled", "12_3")
     slurm.scripts(state="CANCELLED")
     with pytest.raises(UsageError, match="has no job that waits or runs"):
-        cancel(run)
+        cancel([run])
     slurm.scripts(state="RUNNING", refuses="scancel")
     with pytest.raises(ClusterError, match="scancel 12_3 failed: slurm: Invalid job id"):
-        cancel(run)
+        cancel([run])
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "FAILED", "CANCELLED", None])

@@ -109,12 +109,14 @@ def play(folder: Path, text: str, srun: str, **environment: str) -> tuple[int, l
     [
         ("requeue-7-0", 1, ["scontrol requeue 7"]),
         ("requeue-7-1", 1, []),  # of another start
+        ("began-7-0", 1, ["scontrol requeue 7"]),  # killed without a word
+        ("began-7-0 ended-7-0", 1, []),
         ("requeue-7-0", 3, []),  # the next in the chain goes on
         ("", 3, ["scancel --user=u --name=name-abc --state=PENDING"]),  # finished or failed: nothing is left for the others
     ],
 )
 def test_a_marked_job_is_queued_again_and_its_exit_code_stays(tmp_path, marked, chain, calls):
-    mark = f"touch {tmp_path}/launch/{marked}; " if marked else ""
+    mark = "".join(f"touch {tmp_path}/launch/{name}; " for name in marked.split())
     srun = f"mkdir -p {tmp_path}/launch; {mark}exit 75"
     assert play(tmp_path, text_of(tmp_path, chain=chain), srun) == (75, calls)
     told = tmp_path / "launch/ends/7.0.batch"
@@ -123,14 +125,17 @@ def test_a_marked_job_is_queued_again_and_its_exit_code_stays(tmp_path, marked, 
 
 def test_ranks_run_the_snapshot_with_the_environment_of_the_file(tmp_path):
     srun = f'echo "$PYTHONPATH $PYTHONSAFEPATH $A $B $(( $(date +%s) - LOOPSCALE_JOB_BEGAN ))" > {tmp_path}/seen'
-    text = text_of(tmp_path, environment=["A=it's 1", "B=2"], setup=["B=$((B + 1))  # a comment"])
+    text = text_of(tmp_path, environment=["A=it's 1", "B=2"], setup=["B=$((B + 1))  # a comment", "PYTHONPATH=/theirs"])
     assert play(tmp_path, text, srun, PYTHONPATH="/mine") == (0, [])
     seen, seconds = (tmp_path / "seen").read_text().rsplit(maxsplit=1)
-    assert seen == f"{tmp_path}/code:/mine 1 it's 1 3" and int(seconds) < 60
+    assert seen == f"{tmp_path}/code:/theirs 1 it's 1 3" and int(seconds) < 60
 
 
-def test_a_setup_line_that_fails_ends_the_job_with_its_text(tmp_path):
-    text = text_of(tmp_path, setup=["true", "module load cuda/99 2> /dev/null", "touch never"])
+@pytest.mark.parametrize(
+    "line", ["module load cuda/99 2> /dev/null", "exit 0", "exit 3  # of a script of the site", "false | false"]
+)
+def test_a_setup_line_that_fails_or_exits_ends_the_job_with_its_text(tmp_path, line):
+    text = text_of(tmp_path, setup=["# a comment", "", "true  # and another", line, f"touch {tmp_path}/never"])
     assert play(tmp_path, text, f"touch {tmp_path}/started") == (1, [])
-    assert (tmp_path / "launch/ends/7.0.batch").read_text() == "setup failed: module load cuda/99 2> /dev/null\n"
-    assert not (tmp_path / "started").exists()
+    assert (tmp_path / "launch/ends/7.0.batch").read_text() == f"setup failed: {line}\n"
+    assert not (tmp_path / "started").exists() and not (tmp_path / "never").exists()

@@ -9,7 +9,7 @@ import pytest
 
 from loopscale.cluster import status
 from loopscale.cluster.ledger import FOLDER, Ledger, write_spec
-from loopscale.cluster.status import Standing, find_run, launched, log_files, standings, state_of
+from loopscale.cluster.status import Standing, find_run, find_runs, launched, log_files, standings, state_of
 from loopscale.errors import UsageError
 
 LONG_AGO = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
@@ -112,6 +112,22 @@ def test_runs_are_found_by_name_or_path_and_their_logs_by_job(run, tmp_path):
     assert [path.name for path in log_files(run)] == ["12_3_0_log.out", "12_3_1_log.err"]
     with pytest.raises(UsageError, match=r"arm is no launched run of .+ \(there: study/arm-s1\)"):
         find_run("arm", tmp_path)
+
+
+def test_damaged_files_hide_no_run_but_are_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "job_states", lambda events: {"12_3": ("RUNNING", "None")})
+    whole = Ledger(run).path.read_bytes()
+    Ledger(run).path.write_bytes(whole + b'{"not": 1}\n[2]\n{"time": "20')
+    assert standings([run], tmp_path)[0].state == "RUNNING"
+    Ledger(run).path.write_bytes(whole[:20])
+    assert standings([run], tmp_path)[0].state == "LOST"
+    (run / FOLDER / "spec.json").write_text("{")
+    (row,) = standings([run], tmp_path)
+    assert row.state == "UNKNOWN" and f"{run / FOLDER / 'spec.json'} cannot be read" in row.note
+
+
+def test_a_study_stands_for_its_runs(run, tmp_path):
+    assert find_runs("study", tmp_path) == [run] == find_runs("study/arm-s1", tmp_path)
 
 
 @pytest.mark.parametrize("accounting", [True, False])

@@ -79,6 +79,23 @@ def test_what_slurm_refuses_leaves_nothing_behind_so_that_the_same_command_works
     assert Launch.of([config("a")], cluster()).submit() == ["70"]
 
 
+def test_a_run_is_submitted_again_only_as_its_layout_allows(slurm, tmp_path):
+    Launch.of([config("a")], cluster()).submit()
+    with pytest.raises(ConfigError, match="3"):
+        again(tmp_path / "runs/a", ["job.nodes=3"])
+    (tmp_path / "runs/a" / FOLDER / "spec.json").write_text("{")
+    with pytest.raises(UsageError, match=r"spec\.json cannot be read"):
+        again(tmp_path / "runs/a")
+
+
+def test_setup_lines_that_are_no_shell_text_and_folders_that_cannot_be_are_told_with_their_key(slurm, tmp_path):
+    with pytest.raises(ConfigError, match=r"setup  is no shell text: .*unexpected EOF"):
+        Launch.of([config("a")], cluster(setup=["echo 'half"])).submit()
+    with pytest.raises(UsageError, match=r"run\.folder is /dev/null/x, which cannot be written: .*Not a directory"):
+        Launch.of([config("a", run={"name": "a", "folder": "/dev/null/x"})], cluster()).submit()
+    assert not list(slurm.glob("script-*"))
+
+
 def test_what_cannot_be_started_is_refused_before_slurm_is_asked(slurm, tmp_path):
     with pytest.raises(ConfigError, match="does not divide 3 rank"):
         Launch.of([config("a", parallel={"tensor": 2})], cluster(job={"nodes": 3})).submit()

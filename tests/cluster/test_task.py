@@ -89,6 +89,28 @@ def test_faults_without_a_new_checkpoint_are_retried_so_often_and_progress_count
     assert not (tmp_path / FOLDER / "requeue-7-2").exists()
 
 
+def test_a_start_by_a_person_counts_anew(tmp_path):
+    for restart in range(3):
+        start(tmp_path, Scripted(FIT, (1, "")), restart=restart, retries=2)
+    assert told(tmp_path)[-1][0] == "failed" and (tmp_path / FOLDER / "ended-7-2").exists()
+    Ledger(tmp_path).write("requeued", "7")
+    start(tmp_path, Scripted(FIT, (1, "")), restart=3, retries=2)
+    assert told(tmp_path)[-1][0] == "fault"
+
+
+def test_starts_that_are_killed_without_a_word_are_retried_so_often(tmp_path):
+    class Killed(Scripted):
+        def run(self, *_, **__):
+            raise KeyboardInterrupt  # as if the task were gone: nothing is told
+
+    for restart in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, Killed(), restart=restart, retries=3)
+    assert start(tmp_path, Scripted(), restart=4, retries=3) == 1
+    assert told(tmp_path)[-1] == ("failed", "4 starts have ended without a word; retries is 3")
+    assert (tmp_path / FOLDER / "ended-7-4").exists()
+
+
 def test_one_whose_time_is_up_is_queued_again_however_often(tmp_path):
     for restart in range(12):
         assert start(tmp_path, Scripted(FIT, (75, "")), restart=restart, retries=0) == 75

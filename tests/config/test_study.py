@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from loopscale.config.study import load_study
@@ -41,10 +43,11 @@ def test_every_arm_runs_with_every_seed_a_seeds_runs_together(study):
 @pytest.mark.parametrize(
     ("before", "after", "key", "sentence"),
     [
-        ("name: pln-5", "name: fixed-5", "arms", "fixed-5 is the name of two arms"),
+        ("name: pln-5", "name: fixed-5", "arms", "two runs are called fixed-5-s1: an arm or a seed stands there twice"),
         ("depth.prior=fixed", "depth.prior=fixd", "depth.prior", "did you mean fixed?"),
         ("name: pln-5", "name: a/b", "arms[2].name", "must be text, matching"),
         ("seeds: [1, 2]", "seeds: []", "seeds", "is [], must be a list of"),
+        ("seeds: [1, 2]", "seeds: [1, 1]", "arms", "two runs are called fixed-5-s1"),
     ],
 )
 def test_a_mistake_is_told_with_its_key(study, before, after, key, sentence):
@@ -53,3 +56,10 @@ def test_a_mistake_is_told_with_its_key(study, before, after, key, sentence):
         load_study(study)
     (problem,) = caught.value.problems
     assert problem.key == key and sentence in problem.sentence
+    assert caught.value.source.startswith(str(study))
+
+
+def test_runs_lie_where_it_is_asked_and_their_names_are_the_studys(study):
+    assert load_study(study, ["run.folder=/scratch/my runs"]).folder == Path("/scratch/my runs/prior")
+    with pytest.raises(ConfigError, match=r"run\.seed +is the study's to give"):
+        load_study(study, ["run.seed=4"])
