@@ -27,7 +27,7 @@ def test_two_ranks_print_behind_their_number_and_train_as_one_process_does(runs)
     with launched(runs, "two", "train.steps=5") as job:
         assert job.wait_for_end() == [0], job.all_printed()
         printed = job.printed(0)
-    assert re.search(r"^\[0\]  layout   2 processes · cpu float32", printed, re.MULTILINE), printed
+    assert re.search(r"^\[0\] layout   2 processes · cpu float32", printed, re.MULTILINE), printed
     assert all(line.startswith(("[0] ", "[1] ")) for line in printed.splitlines())
     runs.train("one", "train.steps=5")
     two, one = ([record["loss"] for record in runs.records(name)] for name in ("two", "one"))
