@@ -85,10 +85,20 @@ class Launched:
         self.path = folder / "runs" / name
         self.ledger = Ledger(self.path)
 
-    def submit(self, *overrides: str, nodes: int, devices: int, code: Path = ROOT, cluster: Sequence[str] = ()) -> str:
-        """Submits it, with the package of ``code``; returns what the command printed."""
-        config, file = self.folder / "tiny.yaml", ROOT / "configs/cluster/local.yaml"
-        config.write_text(yaml.safe_dump(TINY))
+    def submit(
+        self,
+        *overrides: str,
+        nodes: int,
+        devices: int,
+        config: Path | None = None,
+        code: Path = ROOT,
+        cluster: Sequence[str] = (),
+    ) -> str:
+        """Submits it, ``config`` or a tiny one, with the package of ``code``; returns what the command printed."""
+        file = ROOT / "configs/cluster/local.yaml"
+        if config is None:
+            config = self.folder / "tiny.yaml"
+            config.write_text(yaml.safe_dump(TINY))
         asked = [f"cluster.job.nodes={nodes}", f"cluster.job.devices={devices}", *(f"cluster.{o}" for o in cluster)]
         return self.command(
             "slurm", str(config), "--cluster", str(file), f"run.name={self.name}", f"corpus.path={self.corpus}",

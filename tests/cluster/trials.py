@@ -64,6 +64,33 @@ def layout(nodes: int, devices: int, *overrides: str) -> Callable[[Stand], str]:
     return trial
 
 
+def demo(stand: Stand) -> str:
+    """The first steps of `make demo`, on its corpus, at three layouts."""
+    corpus, config = ROOT / "data/sotu", ROOT / "configs/run/demo.yaml"
+    assert corpus.exists(), "loopscale corpus build configs/corpus/sotu.yaml makes the demo's corpus"
+    settings = ["train.steps=40", "log.every=1", "train.threads=1"]
+    own = [f"run.folder={stand.folder / 'alone/runs'}", "run.name=demo", f"corpus.path={corpus}"]
+    subprocess.run(
+        [sys.executable, "-m", "loopscale", "train", str(config), *own, *settings], check=True, capture_output=True, cwd=ROOT
+    )
+    expected = [r["loss"] for r in Runs(stand.folder / "alone", corpus).records("demo")]
+    told = []
+    for nodes, devices in ((2, 1), (2, 2), (4, 1)):
+        launched = Launched(stand.folder, corpus, f"demo-{nodes}x{devices}")
+        began = time.monotonic()
+        launched.submit(*settings, nodes=nodes, devices=devices, config=config)
+        submitted = time.monotonic() - began
+        launched.wait_for_step(1)
+        first = time.monotonic() - began
+        launched.wait_for_state("COMPLETED")
+        worst = max(abs(r["loss"] - e) for r, e in zip(launched.records(), expected, strict=True))
+        assert worst < TOLERANCE, f"a loss differs by {worst:.2g}"
+        told.append(
+            f"{nodes}x{devices} losses within {worst:.1e}, submitted in {submitted:.1f} s, first step after {first:.1f} s"
+        )
+    return "; ".join(told)
+
+
 def preempted(stand: Stand) -> str:
     launched = stand.launched("preempted")
     launched.submit(*SETTINGS, nodes=2, devices=1)
@@ -199,7 +226,7 @@ TRIALS = {
         "timed-out": timed_out, "node-killed": node_lost("kill", 1), "first-node-killed": node_lost("kill", 0),
         "cable-cut": node_lost("cut", 1),
         "study": study, "chained": chained, "without-a-trace": without_a_trace, "rehearsal": rehearsal},
-    4: {"sick-node": sick_node, "4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
+    4: {"demo": demo, "sick-node": sick_node, "4x1": layout(4, 1), "4x1 TP2": layout(4, 1, "parallel.tensor=2")},
 }  # fmt: skip
 """By the number of the cluster's nodes."""
 
