@@ -96,8 +96,10 @@ def _depth(config: Config) -> Iterator[Problem]:
             f"is {depth.mean:g}; a uniform law then reaches {2 * depth.mean - 1:g}, above depth.cap {depth.cap}; "
             f"use a mean up to {(depth.cap + 1) / 2:g}, or a larger cap",
         )
-    elif depth.prior == "pln" and not 1 < depth.mean < depth.cap:
-        yield Problem("depth.mean", f"is {depth.mean:g}; a pln mean lies between 1 and depth.cap {depth.cap}; use prior fixed")
+    elif depth.prior in ("pln", "learned") and not 1 < depth.mean < depth.cap:
+        yield Problem(
+            "depth.mean", f"is {depth.mean:g}; a {depth.prior} mean lies between 1 and depth.cap {depth.cap}; use prior fixed"
+        )
     yield from _table(depth)
     if depth.curriculum is not None:
         yield from _curriculum(depth, depth.curriculum)

@@ -152,10 +152,11 @@ class ModelConfig(Section):
 
 
 class DepthConfig(Section):
-    prior: Literal["fixed", "poisson", "lognormal_poisson", "pln", "uniform", "table"] = "pln"
+    prior: Literal["fixed", "poisson", "lognormal_poisson", "pln", "uniform", "table", "learned"] = "pln"
     """Law of the number of visits R, capped: `fixed`, always the mean; `poisson`, Poisson(mean) but at least 1;
     `lognormal_poisson`, 1 + Poisson of a log-normal rate of that mean; `pln`, the same, its rate such that the capped
-    mean is the mean; `uniform` over 1 to 2 mean - 1; `table`."""
+    mean is the mean; `uniform` over 1 to 2 mean - 1; `table`; `learned`, which begins as `pln` and follows how well each depth
+    predicts."""
     mean: Annotated[float, Field(ge=1)] = 5.0
     """Mean number of visits, as each law takes it; evaluation uses it rounded."""
     sigma: PositiveFloat = 0.5
@@ -168,6 +169,15 @@ class DepthConfig(Section):
     """Mean to begin with; it moves linearly to `mean` over `curriculum_share` of the steps."""
     curriculum_share: Fraction = 0.25
     """Share of all steps in which the mean moves."""
+    entropy_coef: NonNegativeFloat = 0.01
+    """`learned`: weight of the law's entropy, the knob between a law that settles on the best depth (0) and one that keeps
+    many depths trained (0.1): the former predicts a little better at the mean, the latter at all others."""
+    budget_coef: NonNegativeFloat = 1.0
+    """`learned`: weight of (the law's mean - `mean`)²."""
+    lr: PositiveFloat = 1e-3
+    """`learned`: learning rate of its logits."""
+    burn_in: NonNegativeInt = 32
+    """`learned`: steps that are only watched before the law moves."""
     backprop: PositiveInt | None = 10
     """Visits b at the end that carry gradient; `null`: all of them."""
     groups: PositiveInt = 1

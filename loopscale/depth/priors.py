@@ -97,6 +97,8 @@ def _law(depth: DepthConfig, mean: float) -> Prior:
             return lognormal_poisson(mean, depth.sigma, depth.cap)
         case "pln":
             return pln(mean, depth.sigma, depth.cap)
+        case "learned":  # where it begins
+            return Prior("learned", pln(mean, depth.sigma, depth.cap).probabilities)
         case "uniform":
             return uniform(mean, depth.cap)
         case "table":

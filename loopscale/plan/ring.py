@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from loopscale.config import Config
-from loopscale.depth import DepthLaw
+from loopscale.depth import make_law
 from loopscale.errors import UsageError
 from loopscale.model.ring import draws_at, works_at
 from loopscale.parallel.ring.plan import Plan
@@ -27,7 +27,7 @@ def plan_report(
     if drawing is not None and not drawing.parent.is_dir():
         raise UsageError(f"--draw {drawing}: there is no folder {drawing.parent}")
     layout = Layout.of(config, nodes, per_node)
-    law = DepthLaw(config.depth)
+    law = make_law(config.depth)
     plan = layout.ring.plan(works_at(config, layout.batch, draws_at(config, layout.batch, law, step)))
     lines = _describe(layout, plan, step)
     if drawing is not None:

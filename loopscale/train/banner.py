@@ -52,7 +52,8 @@ def banner(run: Setting) -> list[str]:
     train, held_out = (corpus.split(name).tokens for name in ("train", "validation"))
     step_tokens = batch.global_batch * length
     total = step_tokens * config.train.steps
-    law = f"fixed {mean}" if depth.prior == "fixed" else f"{depth.prior.upper()} mean {depth.mean:g} (cap {depth.cap})"
+    named = f"learned (entropy {depth.entropy_coef:g})" if depth.prior == "learned" else depth.prior.upper()
+    law = f"fixed {mean}" if depth.prior == "fixed" else f"{named} mean {depth.mean:g} (cap {depth.cap})"
     gradient = "through every visit" if depth.backprop is None else f"through the last {depth.backprop}"
     tracking = "wandb off" if config.log.wandb == "disabled" else f"wandb {config.log.wandb}"
     every = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "at the end"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loopscale.config import Batch, Config
 from loopscale.corpus.batches import Microbatch, StepBatch
-from loopscale.depth import DepthController, DepthLaw, GroupSums
+from loopscale.depth import DepthController, GroupSums, make_law
 from loopscale.environment.compute import compute_type
 from loopscale.environment.kernels import Kernels, choose_kernels
 from loopscale.errors import ClusterError
@@ -96,7 +96,7 @@ class TrainStep:
             offload=config.parallel.offload_optimizer,
             adam=self.kernels.adam,
         )
-        self.law: DepthController = DepthLaw(config.depth)
+        self.law: DepthController = make_law(config.depth)
         self.term_names = term_names(config.objective)
         self._plans = Planner(ring)
         self._plan_compared = False

@@ -38,6 +38,7 @@ def gib(layout: Layout) -> list[float]:
         ("fixedpoint-l-1p6b", 4, "TP 2 × PP 1 × DP 16", 1, 32, 48.0),
         ("fixedpoint-l-pln5", 8, "TP 2 × PP 1 × DP 32", 1, 16, 46.6),
         ("fixedpoint-l-fixed5", 8, "TP 2 × PP 1 × DP 32", 1, 16, 31.0),
+        ("fixedpoint-l-learned", 8, "TP 2 × PP 1 × DP 32", 1, 16, 46.6),
     ],
 )
 def test_a_layout_settles_and_fits_nodes_of_eight(name, nodes, sizes, microbatch, accumulation, peak):
@@ -75,6 +76,7 @@ def test_why_the_large_run_has_no_pipeline(stages, nodes, idle, peaks):
         ("fixedpoint-l-1p6b", 2.488, 4_194_304, 343.6),
         ("fixedpoint-l-pln5", 2.488, 4_194_304, 343.6),
         ("fixedpoint-l-fixed5", 2.488, 4_194_304, 343.6),
+        ("fixedpoint-l-learned-h0", 2.488, 4_194_304, 343.6),
     ],
 )
 def test_size_and_tokens_are_the_papers(name, parameters, step, total):
@@ -94,6 +96,15 @@ def test_arms_of_paper_b_differ_in_what_the_paper_varies():
     assert (fixed.depth.evaluation_depth, fixed.depth.gradient_visits(5)) == (5, 5)
     assert large.model_copy(update={"model": pln.model}) == pln
     assert pln.model_copy(update={"depth": fixed.depth, "optimizer": fixed.optimizer}) == fixed
+    for name, entropy in (("learned", 0.01), ("learned-h0", 0.0)):
+        learned = run(f"fixedpoint-l-{name}")
+        assert (learned.depth.prior, learned.depth.entropy_coef, learned.depth.lr, learned.optimizer.lr) == (
+            "learned",
+            entropy,
+            1e-3,
+            1e-3,
+        )
+        assert pln.model_copy(update={"depth": learned.depth, "optimizer": learned.optimizer}) == learned
 
 
 ARMS = {
