@@ -14,5 +14,5 @@ class DriftingLaw(Drift):
         super().__init__()
 
 
-step.DepthLaw = DriftingLaw
+step.make_law = DriftingLaw
 sys.exit(main(sys.argv[1:]))
