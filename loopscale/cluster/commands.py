@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loopscale.cluster.ledger import Ledger
-from loopscale.cluster.status import LIVE, WAITING, job_states, log_files, state_of
+from loopscale.cluster.status import LIVE, job_states, log_files, state_of
 from loopscale.errors import ClusterError, UsageError
 
 POLL = 0.5
@@ -19,10 +19,9 @@ STATE_EVERY = 10.0
 """Seconds between questions to SLURM while logs are followed."""
 
 
-def live_jobs(folder: Path) -> list[str]:
-    """The run's jobs that SLURM will run or runs."""
-    states = job_states(Ledger(folder).events())
-    return sorted(job for job, (state, _) in states.items() if state in LIVE or state in WAITING)
+def live_jobs(folder: Path) -> dict[str, str]:
+    """The run's jobs that SLURM will run or runs, in order, and what it calls their state."""
+    return {job: state for job, (state, _) in sorted(job_states(Ledger(folder).events()).items()) if state in LIVE}
 
 
 def cancel(folders: Sequence[Path]) -> str:
@@ -32,7 +31,7 @@ def cancel(folders: Sequence[Path]) -> str:
     if not jobs:
         raise UsageError(f"{' '.join(map(str, folders))} has no job that waits or runs")
     for folder, found in live.items():  # first: a job may end at once
-        Ledger(folder).write("cancelled", found[-1], "cancelled by `loopscale launch cancel`")
+        Ledger(folder).write("cancelled", list(found)[-1], "cancelled by `loopscale launch cancel`")
     if (refusal := _try("scancel", *jobs)) is not None:
         raise ClusterError(f"scancel {' '.join(jobs)} failed: {refusal}")
     return f"cancelled {', '.join(jobs)}"
@@ -45,13 +44,13 @@ def requeue(folder: Path, overrides: Sequence[str] = ()) -> str:
     ledger = Ledger(folder)
     events = ledger.events()
     live = live_jobs(folder)
+    job = next(iter(live), events[-1]["job"] if events else None)
     if not live and state_of(events, {})[0] == "COMPLETED":
         raise UsageError(f"{folder} has finished; give another run.name for a new run")
     if live and overrides:
-        raise UsageError(f"job {live[0]} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
-    if live and job_states(events)[live[0]][0] == "PENDING":
-        return f"job {live[0]} waits already"
-    job = live[0] if live else events[-1]["job"] if events else None
+        raise UsageError(f"job {job} is there, and SLURM changes no job: `loopscale launch cancel {folder}` first")
+    if job in live and live[job] == "PENDING":
+        return f"job {job} waits already"
     # of an array, a job that has ended keeps its place, and the array's limit
     if job is not None and not overrides and _try("scontrol", "requeue", job) is None:
         ledger.write("requeued", job, "requeued by `loopscale launch requeue`")

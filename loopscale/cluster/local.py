@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-INTERRUPTED = 75
-"""Exit code of a run that goes on with --resume auto."""
+from loopscale.cluster.world import World
+from loopscale.train.signals import ASKING, INTERRUPTED
+
 EXPLAINING = 30.0
 """Seconds beyond `parallel.timeout` in which ranks find out that another is gone, and say so, before they are ended."""
 
@@ -23,13 +24,12 @@ def run_local(count: int, train: Sequence[str], timeout: float) -> int:
     """Runs ``loopscale train TRAIN…`` as ``count`` ranks, each line that they print behind its rank, and returns the exit code
     of the first that failed, or 0. One Ctrl-C asks all of them to stop, a second one ends them."""
     port = _free_port()
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     asked = _Asked()
     for rank in range(count):
         asked.ranks.append(
             subprocess.Popen(
                 [sys.executable, "-u", "-m", "loopscale", "train", *train],
-                env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**os.environ, **World(("127.0.0.1",), count, 0, rank, port).variables()},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,  # the terminal's Ctrl-C comes by us
             )
         )  # fmt: skip
@@ -55,7 +55,7 @@ class _Asked:
     def __init__(self) -> None:
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.to_stop = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (*ASKING, signal.SIGHUP):
             signal.signal(number, self._heard)
 
     def _heard(self, number: int, _: FrameType | None) -> None:

@@ -19,7 +19,8 @@ from loopscale.train.journal import last_record
 
 WAITING = {"PREEMPTED", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING", "RESV_DEL_HOLD"}
 """What SLURM calls jobs that will run (again)."""
-LIVE = {"PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+LIVE = WAITING | {"PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+"""What it calls jobs that run or will run."""
 CONCLUDED = {"finished": "COMPLETED", "failed": "FAILED", "refused": "FAILED", "cancelled": "CANCELLED"}
 """What a ledger's last event says by itself."""
 JUST_SUBMITTED = 30.0
@@ -67,13 +68,12 @@ def find_runs(name: str, runs: Path) -> list[Path]:
 
 def standings(folders: Sequence[Path], runs: Path) -> list[Standing]:
     """One row for each run."""
-    ledgers = [Ledger(folder) for folder in folders]
-    slurm = job_states([event for ledger in ledgers for event in ledger.events()])
-    return [_standing(ledger, slurm, runs) for ledger in ledgers]
+    told = {folder: Ledger(folder).events() for folder in folders}
+    slurm = job_states([event for events in told.values() for event in events])
+    return [_standing(folder, events, slurm, runs) for folder, events in told.items()]
 
 
-def _standing(ledger: Ledger, slurm: Mapping[str, tuple[str, str]], runs: Path) -> Standing:
-    folder, events = ledger.folder, ledger.events()
+def _standing(folder: Path, events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str, str]], runs: Path) -> Standing:
     try:
         steps = read_spec(folder)["steps"]
     except UsageError as error:  # one damaged run hides no other
@@ -110,7 +110,7 @@ def state_of(events: Sequence[Mapping[str, Any]], slurm: Mapping[str, tuple[str,
     if not jobs:
         return "LOST", "it has never been submitted"
     last = events[-1]
-    alive = [slurm[job] for job in jobs if job in slurm and (slurm[job][0] in LIVE or slurm[job][0] in WAITING)]
+    alive = [slurm[job] for job in jobs if job in slurm and slurm[job][0] in LIVE]
     if alive and last["event"] != "finished":
         state, reason = next((told for told in alive if told[0] == "RUNNING"), alive[0])
         again = last["event"] in ("interrupted", "fault")

@@ -19,6 +19,7 @@ from loopscale.cluster.task import Task
 from loopscale.config import ClusterConfig, Config, load
 from loopscale.errors import ClusterError, ConfigError, Problem, UsageError, describe_fault
 from loopscale.plan.dry_run import dry_run
+from loopscale.plan.layout import Layout
 from loopscale.train.folder import config_text, snapshot
 
 
@@ -55,7 +56,7 @@ class Launch:
         """Checks the layout, takes the snapshot, and submits; returns the jobs' names. Raises :class:`UsageError` where one of
         the runs has been started already, :class:`ClusterError` where SLURM refuses the job."""
         for config in self.runs:
-            dry_run(config, self.cluster.job.nodes, self.cluster.job.devices)
+            Layout.of(config, self.cluster.job.nodes, self.cluster.job.devices)  # or it raises
             folder = self._folder(config)
             if (folder / "config.yaml").exists() or (folder / FOLDER / "spec.json").exists():
                 raise UsageError(f"{folder} already holds a run; `loopscale launch requeue {folder}` goes on with it")
@@ -133,7 +134,7 @@ def again(run: Path, overrides: Sequence[str] = ()) -> str:
     ``overrides`` of its cluster file; returns the job."""
     spec = read_spec(run)
     cluster = load(ClusterConfig, run / FOLDER / "cluster.yaml", overrides).config
-    dry_run(load(Config, run / FOLDER / "config.yaml").config, cluster.job.nodes, cluster.job.devices)
+    Layout.of(load(Config, run / FOLDER / "config.yaml").config, cluster.job.nodes, cluster.job.devices)  # or it raises
     task = Task(**{**spec["task"], "train": tuple(spec["task"]["train"]), "cluster": cluster.model_dump(mode="json")})
     (job,) = submit([task], spec["name"], cluster)[:1]
     _write_cluster(run, cluster)

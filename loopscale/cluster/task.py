@@ -24,11 +24,11 @@ from loopscale.cluster.judge import Verdict
 from loopscale.cluster.ledger import Attempt, Ledger
 from loopscale.cluster.world import World
 from loopscale.config.cluster import ClusterConfig
+from loopscale.errors import UsageError
 from loopscale.train.journal import last_saved
+from loopscale.train.signals import ASKING, INTERRUPTED
 
-INTERRUPTED, MISTAKE = 75, 2
-"""Exit codes of `loopscale train`: go on with --resume auto; mend the configuration first."""
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+MISTAKE = UsageError.exit_code
 HUNG = 6
 """Times `preflight.timeout` after which a preflight that has not ended is ended: a device may hang."""
 LEAVING = 10.0
@@ -131,8 +131,8 @@ class _Start:
     def run(self) -> int:
         """The exit code of the task."""
         self._note("began")
-        self._tell("started", restart=self.attempt.restart, saved=last_saved(self.run_folder), nodes=self.world.nodes)
         if self.tells:
+            self._tell("started", restart=self.attempt.restart, saved=last_saved(self.run_folder), nodes=self.world.nodes)
             names = ", ".join(signal.Signals(number).name for number in ASKING)
             _say(f"job {self.attempt.job}, start {self.attempt.restart + 1}: {names} save, and queue the job again")
             if (silent := self.ledger.silent_starts()) > self.cluster.retries:
@@ -192,11 +192,10 @@ class _Start:
         reason = self.child.reason(code)
         if code == INTERRUPTED or (self.child.asked is not None and code != MISTAKE):  # also before it could answer
             return self._interrupted(reason)
-        starts = self.ledger.starts_without_progress()
-        shown = code if code > 0 else 128 - code
         if code == MISTAKE:
-            return self._over("failed", reason, shown)
-        if starts > self.cluster.retries:
+            return self._over("failed", reason, code)
+        shown = code if code > 0 else 128 - code
+        if (starts := self.ledger.starts_without_progress()) > self.cluster.retries:
             told = f"{reason} ({starts} starts without a new checkpoint; retries is {self.cluster.retries})"
             return self._over("failed", told, shown)
         self._tell("fault", reason)

@@ -20,7 +20,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def last_saved(run: Path) -> int:
     """The last step that the run's journal says was saved; 0 if none was."""
-    return max((event["step"] for event in read_lines(run / "journal.jsonl") if event["kind"] == "saved"), default=0)
+    return max((event["step"] for event in read_lines(run / "journal.jsonl") if event.get("kind") == "saved"), default=0)
 
 
 def last_record(run: Path, tail: int = 1 << 16) -> dict[str, Any]:
