@@ -116,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     _ranks_arguments(train, "with --dry-run: ")
     train.add_argument("--device", choices=("cpu", "gpu"), help="with --dry-run: memory of such ranks; default as here")
     train.add_argument("--profile", action="store_true", help="record steps 4 to 6 into RUN/profile")
+    train.add_argument("--study", type=Path, metavar="FILE", help="train the runs of a study that are missing, instead of CONFIG")
+    train.add_argument("--at-once", type=_positive, metavar="N", help="with --study: runs at the same time; default by cores")
 
     plan = command("plan", _plan, "Show the ring schedule of one optimizer step. Starts nothing.", add_help=False)
     _config_arguments(plan, "run")
@@ -264,6 +266,8 @@ def _corpus_inspect(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.study is not None:
+        return _train_study(options)
     loaded = _load_config(options)
     if loaded is None:
         return 0
@@ -290,14 +294,34 @@ def _train(options: argparse.Namespace) -> int:
     return 0 if outcome.finished else INTERRUPTED
 
 
+def _train_study(options: argparse.Namespace) -> int:
+    from loopscale.config.study import load_study
+    from loopscale.errors import UsageError
+
+    if wrong := [name for name in ("resume", "init", "print_config", "profile") if getattr(options, name)]:
+        raise UsageError(f"--{wrong[0].replace('_', '-')} is for a single run, and --study goes on with all of its own")
+    study = load_study(options.study, _given(options))
+    from loopscale.cluster.local_study import Room, check_same, describe, run_study
+
+    room = Room.here(study, options.at_once)
+    if options.dry_run:
+        check_same(study)
+        print(describe(study, room))
+        return 0
+    return run_study(study, room)
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    """All overrides; with a study, what stands first is one too."""
+    return [*([str(options.config)] if options.study is not None and options.config is not None else []), *options.overrides]
+
+
 def _launch_slurm(options: argparse.Namespace) -> int:
     from loopscale.config import ClusterConfig, Config, load
     from loopscale.config.study import load_study
     from loopscale.errors import UsageError
 
-    given = list(options.overrides)
-    if options.study is not None and options.config is not None:  # what stands first is an override then
-        given.insert(0, str(options.config))
+    given = _given(options)
     of_cluster = [o.removeprefix("cluster.") for o in given if o.startswith("cluster.")]
     options.overrides = of_run = [o for o in given if not o.startswith("cluster.")]
     if options.cluster is None and not options.schema:

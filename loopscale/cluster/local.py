@@ -24,7 +24,7 @@ def run_local(count: int, train: Sequence[str], timeout: float) -> int:
     """Runs ``loopscale train TRAIN…`` as ``count`` ranks, each line that they print behind its rank, and returns the exit code
     of the first that failed, or 0. One Ctrl-C asks all of them to stop, a second one ends them."""
     port = _free_port()
-    asked = _Asked()
+    asked = Asked()
     for rank in range(count):
         asked.ranks.append(
             subprocess.Popen(
@@ -49,7 +49,7 @@ def run_local(count: int, train: Sequence[str], timeout: float) -> int:
     return INTERRUPTED if asked.to_stop and code == 128 + signal.SIGTERM else code  # before they could answer
 
 
-class _Asked:
+class Asked:
     """Hears that the ranks are to stop, and passes it on: as SIGTERM, of which a Python that is just starting dies in silence."""
 
     def __init__(self) -> None:

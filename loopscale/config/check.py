@@ -103,6 +103,8 @@ def _depth(config: Config) -> Iterator[Problem]:
     yield from _table(depth)
     if depth.curriculum is not None:
         yield from _curriculum(depth, depth.curriculum)
+    yield from _learned(config)
+    yield from _draws(config)
     if depth.per_sequence and depth.prior == "fixed":
         yield Problem(
             "depth.per_sequence",
@@ -129,6 +131,35 @@ def _table(depth: DepthConfig) -> Iterator[Problem]:
         )
     elif not any(depth.table):
         yield Problem("depth.table", "holds no probability above 0; give at least one depth some")
+
+
+def _learned(config: Config) -> Iterator[Problem]:
+    depth = config.depth
+    if depth.prior != "learned":
+        for key, default in (("budget", "visits"), ("baseline", "moving")):
+            if (value := getattr(depth, key)) != default:
+                yield Problem(f"depth.{key}", f"{value} belongs to prior learned, not to {depth.prior}; use {default}")
+        return
+    if depth.per_sequence:
+        yield Problem(
+            "depth.per_sequence",
+            "hides which depth of a group earned its loss, and prior learned follows that; use per_sequence=false",
+        )
+    if depth.baseline == "leave_one_out":
+        if depth.groups < 2:
+            yield Problem("depth.baseline", f"leave_one_out compares groups, and depth.groups is {depth.groups}; use moving")
+        elif depth.draws != "independent":
+            yield Problem(
+                "depth.baseline",
+                f"leave_one_out is biased where a group's draw depends on the others', as with draws {depth.draws}; "
+                f"use baseline moving, or draws independent",
+            )
+
+
+def _draws(config: Config) -> Iterator[Problem]:
+    depth = config.depth
+    if depth.draws != "independent" and depth.groups == 1 and not depth.per_sequence:
+        yield Problem("depth.draws", f"{depth.draws} needs several draws a step; use depth.groups 2 or more, or independent")
 
 
 def _curriculum(depth: DepthConfig, start: float) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class StudyRun:
 
     arm: str
     seed: int
+    base: Path
+    overrides: tuple[str, ...]
+    """With ``base`` what `loopscale train` is given for it."""
     loaded: Loaded[Config]
 
     @property
@@ -70,11 +74,10 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         raise ConfigError(str(path), [Problem(fixed[0].partition("=")[0], "is the study's to give, by its arms and seeds")])
     base = path.parent / study.config
     folder = Path(load(Config, base, [*study.set, *overrides]).config.run.folder) / path.stem
-    runs = [
-        StudyRun(arm.name, seed, _load(path, base, arm, [*study.set, *arm.set, *overrides, *_place(folder, arm, seed)]))
-        for seed in study.seeds
-        for arm in study.arms
-    ]
+    runs = []
+    for seed, arm in itertools.product(study.seeds, study.arms):
+        own = (*study.set, *arm.set, *overrides, *_place(folder, arm, seed))
+        runs.append(StudyRun(arm.name, seed, base, own, _load(path, base, arm, own)))
     return Study(path.stem, folder, tuple(runs))
 
 

@@ -173,7 +173,15 @@ class DepthConfig(Section):
     """`learned`: weight of the law's entropy, the knob between a law that settles on the best depth (0) and one that keeps
     many depths trained (0.1): the former predicts a little better at the mean, the latter at all others."""
     budget_coef: NonNegativeFloat = 1.0
-    """`learned`: weight of (the law's mean - `mean`)²."""
+    """`learned`: weight of (the law's mean - `mean`)², or with `budget: flops` of what stands in its place."""
+    budget: Literal["visits", "flops"] = "visits"
+    """`learned`: what is held: the mean number of visits, as in Paper B; or the mean training operations of the core, where a
+    visit beyond `backprop` costs a third of one with gradient. By `visits` a law with a longer tail costs less than it
+    counts; by `flops` its mean may drift from the depth that evaluation uses, so it is off by default."""
+    baseline: Literal["moving", "leave_one_out"] = "moving"
+    """`learned`: what a group's feedback is compared with: the moving mean of all steps, as in Paper B; or the mean of the
+    step's other groups, which takes out what a step's groups have in common (their stage of training, its weights), but is
+    noisy with few of them: off by default, worth it with eight groups or more."""
     lr: PositiveFloat = 1e-3
     """`learned`: learning rate of its logits."""
     burn_in: NonNegativeInt = 32
@@ -182,6 +190,11 @@ class DepthConfig(Section):
     """Visits b at the end that carry gradient; `null`: all of them."""
     groups: PositiveInt = 1
     """Depth groups a global batch is cut into; each draws its own R."""
+    draws: Literal["independent", "antithetic", "stratified"] = "independent"
+    """How the groups of a step draw: each by itself; in pairs at quantiles u and 1 - u; or one in each of as many equal
+    strata of the law. Each group's own law is the same in all three. The latter two even out the work and the feedback of a
+    step; the groups then depend on each other, so that the loss varies less within steps than a law's spread says and runs
+    differ from published ones: off by default."""
     per_sequence: bool = False
     """Draw R for every sequence; a group runs to its deepest one, and shorter sequences begin later."""
     check_every: NonNegativeInt = 100

@@ -28,6 +28,9 @@ class DepthController(Protocol):
     def update(self, groups: Sequence[GroupSums]) -> None:
         """Hears of a step that was applied. Skipped ones are not told."""
 
+    def figures(self) -> dict[str, float]:
+        """What a log shows beside the law."""
+
     def state(self) -> dict[str, Any]:
         """What it has learned, JSON-able: it goes into checkpoints."""
 

@@ -21,6 +21,8 @@ DECAY = 0.95
 """Of the moving means and variances."""
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Of Adam."""
+SIGNAL_DECAY = 0.99
+"""Of the means that tell signal from noise."""
 LEAST = 1e-12
 """Standard deviations are taken to be no smaller."""
 
@@ -53,6 +55,35 @@ class Moving:
         return max(math.sqrt(self.variance), LEAST)
 
 
+@dataclass
+class Signal:
+    """How much of a gradient estimate is signal, from moving means of it and of its squared norm, decay d = 0.99."""
+
+    mean: list[float]
+    square: float = 0.0
+    steps: int = 0
+
+    def add(self, gradient: Sequence[float]) -> None:
+        self.mean = [SIGNAL_DECAY * m + (1 - SIGNAL_DECAY) * g for m, g in zip(self.mean, gradient, strict=True)]
+        self.square = SIGNAL_DECAY * self.square + (1 - SIGNAL_DECAY) * math.fsum(g * g for g in gradient)
+        self.steps += 1
+
+    @property
+    def to_noise(self) -> float | None:
+        """‖μ‖² / tr Σ of one step's estimate g, E[g] = μ and Cov[g] = Σ taken as constant; None while it cannot be told.
+
+        With weights w of sum 1 over n steps and k = Σ w² = (1 − d)/(1 + d) · (1 + dⁿ)/(1 − dⁿ), the squared norm of the mean has
+        the expectation ‖μ‖² + k tr Σ, and the mean of squared norms ‖μ‖² + tr Σ.
+        """
+        left = SIGNAL_DECAY**self.steps
+        if self.steps < 2:
+            return None
+        of_mean, square = math.fsum((m / (1 - left)) ** 2 for m in self.mean), self.square / (1 - left)
+        k = (1 - SIGNAL_DECAY) / (1 + SIGNAL_DECAY) * (1 + left) / (1 - left)
+        noise = (square - of_mean) / (1 - k)
+        return max(of_mean - k * noise, 0.0) / noise if noise > 0 else None
+
+
 class LearnedLaw:
     """A :class:`~loopscale.depth.controller.DepthController`. After ``burn_in`` steps every step is one Adam update of the logits
     that lowers
@@ -60,15 +91,23 @@ class LearnedLaw:
         Σ_j w_j sg[(c_j − β) g] log p(R_j)  +  budget_coef (E[R] − mean)²  −  entropy_coef H(p)
 
     with c_j = −exp(−CE_j) of depth group j, w_j its share of the step's tokens, β the moving mean of c and g = sd(CE) / sd(c):
-    REINFORCE, on the scale of the loss. β and g are those of the steps before: what a step sees does not judge itself.
+    REINFORCE, on the scale of the loss. β and g are those of the steps before: what a step sees does not judge itself. With
+    ``baseline: leave_one_out`` β is the mean of the step's other groups; with ``budget: flops`` the core's training operations
+    of R visits stand for R.
     """
 
     def __init__(self, config: DepthConfig):
         self.config = config
-        self.logits = [math.log(max(p, 1e-300)) for p in pln(config.mean, config.sigma, config.cap).probabilities]
+        start = pln(config.mean, config.sigma, config.cap).probabilities
+        self.logits = [math.log(max(p, 1e-300)) for p in start]
+        self._costs = [cost(config, depth) for depth in range(1, config.cap + 1)]
+        self._budget = config.mean
+        if config.budget == "flops":
+            self._budget = math.fsum(p * c for p, c in zip(start, self._costs, strict=True))
         self._first, self._second = [0.0] * config.cap, [0.0] * config.cap
         self._updates = 0
         self._loss, self._score = Moving(), Moving()
+        self._signal = Signal([0.0] * config.cap)
 
     def at(self, progress: float) -> Prior:
         return Prior("learned", tuple(softmax(self.logits)))
@@ -83,25 +122,39 @@ class LearnedLaw:
         scores = [-math.exp(-loss) for loss in losses]
         if self._score.steps >= self.config.burn_in and self._score.steps > 0:
             scale = self._loss.deviation / self._score.deviation
-            pulls = [w * (score - self._score.mean) * scale for w, score in zip(weights, scores, strict=True)]
-            self._adam(self.gradient([group.depth for group in told], pulls))
+            baselines = self._baselines(scores, weights)
+            pulls = [w * (score - base) * scale for w, score, base in zip(weights, scores, baselines, strict=True)]
+            feedback = self.feedback_gradient([group.depth for group in told], pulls)
+            self._signal.add(feedback)
+            self._adam([f + h for f, h in zip(feedback, self.holding_gradient(), strict=True)])
         self._loss.add(losses, weights)
         self._score.add(scores, weights)
 
-    def gradient(self, depths: Sequence[int], pulls: Sequence[float]) -> list[float]:
-        """Of the objective by the logits, for drawn ``depths`` whose log-probabilities weigh ``pulls``."""
-        p = softmax(self.logits)
-        mean = math.fsum(chance * (i + 1) for i, chance in enumerate(p))
-        logs = [math.log(chance) if chance > 0 else 0.0 for chance in p]
-        negentropy = math.fsum(chance * log for chance, log in zip(p, logs, strict=True))
-        off, total = 2 * self.config.budget_coef * (mean - self.config.mean), math.fsum(pulls)
-        found = [
-            chance * (off * (i + 1 - mean) + self.config.entropy_coef * (log - negentropy) - total)
-            for i, (chance, log) in enumerate(zip(p, logs, strict=True))
-        ]
+    def _baselines(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
+        if self.config.baseline == "moving" or len(scores) == 1:
+            return [self._score.mean] * len(scores)
+        total = math.fsum(w * score for w, score in zip(weights, scores, strict=True))
+        return [(total - w * score) / (1 - w) for w, score in zip(weights, scores, strict=True)]
+
+    def feedback_gradient(self, depths: Sequence[int], pulls: Sequence[float]) -> list[float]:
+        """∂/∂ℓ Σ_j pull_j log p(R_j), for drawn ``depths`` R_j."""
+        total = math.fsum(pulls)
+        found = [-chance * total for chance in softmax(self.logits)]
         for depth, pull in zip(depths, pulls, strict=True):
             found[depth - 1] += pull
         return found
+
+    def holding_gradient(self) -> list[float]:
+        """∂/∂ℓ of what holds the budget and the entropy."""
+        p = softmax(self.logits)
+        spent = math.fsum(chance * c for chance, c in zip(p, self._costs, strict=True))
+        logs = [math.log(chance) if chance > 0 else 0.0 for chance in p]
+        negentropy = math.fsum(chance * log for chance, log in zip(p, logs, strict=True))
+        off, entropy = 2 * self.config.budget_coef * (spent - self._budget), self.config.entropy_coef
+        return [
+            chance * (off * (c - spent) + entropy * (log - negentropy))
+            for chance, c, log in zip(p, self._costs, logs, strict=True)
+        ]
 
     def _adam(self, gradient: Sequence[float]) -> None:
         self._updates += 1
@@ -111,10 +164,15 @@ class LearnedLaw:
             self._second[i] = BETAS[1] * self._second[i] + (1 - BETAS[1]) * g * g
             self.logits[i] -= self.config.lr * (self._first[i] / first) / (math.sqrt(self._second[i] / second) + EPS)
 
+    def figures(self) -> dict[str, float]:
+        """``feedback_snr``: see :attr:`Signal.to_noise`; many steps of one sign are needed where it is far below 1."""
+        snr = self._signal.to_noise
+        return {} if snr is None else {"feedback_snr": snr}
+
     def state(self) -> dict[str, Any]:
         return {
             "logits": list(self.logits), "first": list(self._first), "second": list(self._second), "updates": self._updates,
-            "loss": asdict(self._loss), "score": asdict(self._score),
+            "loss": asdict(self._loss), "score": asdict(self._score), "signal": asdict(self._signal),
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -122,10 +180,19 @@ class LearnedLaw:
         if state:
             self.logits, self._first, self._second = (list(state[key]) for key in ("logits", "first", "second"))
             self._updates = state["updates"]
-            self._loss, self._score = Moving(**state["loss"]), Moving(**state["score"])
+            self._loss, self._score, self._signal = Moving(**state["loss"]), Moving(**state["score"]), Signal(**state["signal"])
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.config.model_dump(mode="json"), self.state()]).encode()).hexdigest()
+
+
+def cost(config: DepthConfig, depth: int) -> float:
+    """What ``depth`` visits take of the budget: themselves, or by ``budget: flops`` their training operations in those of one
+    with gradient, 6 a weight and token where a visit without gradient takes 2."""
+    if config.budget == "visits":
+        return depth
+    differentiated = config.gradient_visits(depth)
+    return differentiated + (depth - differentiated) / 3
 
 
 def softmax(logits: Sequence[float]) -> list[float]:

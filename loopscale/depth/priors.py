@@ -60,6 +60,9 @@ class DepthLaw:
     def update(self, groups: object) -> None:
         """A law that only time moves learns nothing from a step."""
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         return {}
 

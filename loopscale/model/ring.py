@@ -22,7 +22,7 @@ def work_of(config: Config, depth: int) -> Work:
 def draws_at(config: Config, batch: Batch, law: DepthController, step: int) -> tuple[tuple[int, ...], ...]:
     """Depths drawn at ``step`` for each depth group: one, or one per sequence; the group runs to the deepest."""
     each = batch.group if config.depth.per_sequence else 1
-    draws = draw_depths(law.at(step / config.train.steps), config.run.seed, step, batch.groups * each)
+    draws = draw_depths(law.at(step / config.train.steps), config.run.seed, step, batch.groups * each, config.depth.draws)
     return tuple(draws[g * each : (g + 1) * each] for g in range(batch.groups))
 
 

@@ -388,6 +388,7 @@ class Run:
                 "elapsed": self.progress.elapsed,
                 **({"terms": result.terms} if len(result.terms) > 1 else {}),
                 "depths": list(result.draws),
+                "prior": self._law(),
                 "depth_losses": [g.loss / max(g.tokens, 1) for g in result.groups],
                 "grad_norm": result.grad_norm,
                 "state_norm": norms.mean,
@@ -401,6 +402,14 @@ class Run:
         )
         if slow := self.stragglers.see(busy, window.steps):
             self.telemetry.event("warning", self.progress.step, slow)
+
+    def _law(self) -> dict[str, Any]:
+        """The law that the next step draws from, to where its tail is below one in ten thousand."""
+        law = self.step.law.at(self.progress.step / self.config.train.steps)
+        p = list(law.probabilities)
+        while len(p) > 1 and p[-1] < 1e-4:
+            p.pop()
+        return {"mean": law.mean, "entropy": law.entropy, "probabilities": [round(x, 6) for x in p], **self.step.law.figures()}
 
     def _measure_matmul_rate(self) -> None:
         """Keeps the best rate seen: another process may have had the machine while one of them was measured."""

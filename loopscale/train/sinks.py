@@ -174,7 +174,7 @@ class TensorBoard(Sink):
 
 def scalars(record: Record) -> dict[str, float]:
     """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth,
-    memory by kind on the rank that has most of it, busy by the ranks that have least and most."""
+    memory by kind on the rank that has most of it, busy by the ranks that have least and most, of other groups the numbers."""
     flat: dict[str, float | None] = {}
     for key, value in record.items():
         if key == "step" or value in (None, [], {}):
@@ -185,8 +185,10 @@ def scalars(record: Record) -> dict[str, float]:
             flat |= {"busy/least": min(value), "busy/most": max(value)}
         elif key == "memory":
             flat |= {f"memory/{kind}": max(ranks) for kind, ranks in value.items()}
-        elif isinstance(value, Mapping):
+        elif key == "validation":
             flat |= {f"{key}/depth_{depth}": loss for depth, loss in value.items()}
+        elif isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": number for name, number in value.items() if isinstance(number, float)}
         elif isinstance(value, list):
             flat |= {f"{key}/first": value[0], f"{key}/last": value[-1]}
         else:

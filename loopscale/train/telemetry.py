@@ -8,6 +8,8 @@ dict per logged step; its keys (those left out are simply not shown):
     elapsed                    seconds of this run, those before a resume included
     matmul_share               matrix products' share of the step's arithmetic peak, or None
     depths                     the depth drawn by each group
+    prior                      {mean, entropy (nats), probabilities of R = 1, 2, …} of the law that the next step draws from;
+                               where it is learned, feedback_snr: the power of signal over that of noise in its gradient
     state_norm, state_norm_p99, state_change    one number per loop; norms are L2 over the width
     validation                 {depth: held-out loss}, where a validation was due
     busy                       seconds a step that each rank did not wait for others, on average since the last record; what
