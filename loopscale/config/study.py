@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         raise ConfigError(str(path), [Problem("arms", f"two runs are called {twice[0]}: an arm or a seed stands there twice")])
     if fixed := [o for o in overrides if o.startswith(("run.name=", "run.seed="))]:
         raise ConfigError(str(path), [Problem(fixed[0].partition("=")[0], "is the study's to give, by its arms and seeds")])
-    base = path.parent / study.config
+    base = Path(os.path.normpath(path.parent / study.config))
     folder = Path(load(Config, base, [*study.set, *overrides]).config.run.folder) / path.stem
     runs = []
     for seed, arm in itertools.product(study.seeds, study.arms):

@@ -224,6 +224,15 @@ WRONG = {
     "a curriculum of a uniform law": ("depth: {prior: uniform, curriculum: 2}", "depth.curriculum", "that of prior uniform stays"),
     "a curriculum from beyond the cap": ("depth: {prior: poisson, curriculum: 70}", "depth.curriculum", "is 70, above depth.cap 64"),
     "a curriculum from no mean of pln": ("depth: {curriculum: 1}", "depth.curriculum", "a pln mean lies between 1 and depth.cap 64"),
+    "a budget of a law that does not move": ("depth: {prior: pln, budget: flops}", "depth.budget", "flops belongs to prior learned, not to pln; use visits"),
+    "a baseline of a law that does not move": ("depth: {baseline: leave_one_out}", "depth.baseline", "leave_one_out belongs to prior learned, not to pln; use moving"),
+    "a group compared with itself": ("depth: {prior: learned, baseline: leave_one_out}", "depth.baseline", "leave_one_out compares groups, and depth.groups is 1; use moving"),
+    "groups compared that depend on each other": (
+        "depth: {prior: learned, groups: 2, baseline: leave_one_out, draws: antithetic}",
+        "depth.baseline", "is biased where a group's draw depends on the others', as with draws antithetic",
+    ),
+    "a learned law of sequences": ("depth: {prior: learned, per_sequence: true}", "depth.per_sequence", "hides which depth of a group earned its loss"),
+    "strata of one draw": ("depth: {draws: stratified}", "depth.draws", "stratified needs several draws a step; use depth.groups 2 or more"),
     "a uniform mean between halves": ("depth: {prior: uniform, mean: 4.3}", "depth.mean", "is 4.3; a uniform law over 1 to 2 mean - 1 has a whole or half-whole mean"),
     "a uniform law beyond the cap": ("depth: {prior: uniform, mean: 40}", "depth.mean", "reaches 79, above depth.cap 64; use a mean up to 32.5"),
     "a uniform law deeper than its gradient": (

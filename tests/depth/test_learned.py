@@ -10,9 +10,12 @@ import shutil
 import pytest
 import torch
 
-from loopscale.config.tree import DepthConfig
+from loopscale.config.tree import DepthConfig, ParallelConfig
 from loopscale.depth import GroupSums, draw_depths, make_law, make_prior
-from loopscale.depth.learned import LearnedLaw, Moving, softmax
+from loopscale.depth.learned import LearnedLaw, Moving, Signal, softmax
+from loopscale.parallel.mesh import Mesh, sum_over_ranks
+from loopscale.train.step import _same_on_all_ranks
+from tests.ranks import RankError
 
 TOKENS = (700, 300)
 
@@ -71,14 +74,14 @@ def test_updates_are_those_of_autograd_and_torchs_adam():
 
 
 def test_the_surrogates_gradient_is_that_of_the_expected_score():
-    """By enumeration over four depths: the mean over draws of the gradient, without the other terms, is ∂ Σ p_i f_i / ∂ℓ."""
-    toy = law(cap=4, mean=2.5, entropy_coef=0.0, budget_coef=0.0)
+    """By enumeration over four depths: the mean over draws of the gradient is ∂ Σ p_i f_i / ∂ℓ."""
+    toy = law(cap=4, mean=2.5)
     values = [0.3, -0.8, 0.1, 0.4]
     p = softmax(toy.logits)
     expected = sum(chance * value for chance, value in zip(p, values, strict=True))
     found = [0.0] * 4
     for depth, chance in enumerate(p, 1):
-        for i, g in enumerate(toy.gradient([depth], [values[depth - 1]])):
+        for i, g in enumerate(toy.feedback_gradient([depth], [values[depth - 1]])):
             found[i] += chance * g
     assert found == pytest.approx([chance * (value - expected) for chance, value in zip(p, values, strict=True)], abs=1e-15)
 
@@ -153,20 +156,118 @@ def test_a_step_without_scored_tokens_teaches_nothing():
     assert quiet.digest() == before
 
 
+def test_left_out_each_group_is_compared_with_the_others():
+    """A pull of w_j (c_j − mean of the others) g, by hand for three groups of unequal tokens, c from losses 1, 2 and 4."""
+    compared, tokens, losses = law(baseline="leave_one_out", groups=3), (100, 200, 100), (1.0, 2.0, 4.0)
+    groups = [GroupSums(depth, loss * n, n) for depth, loss, n in zip((2, 5, 9), losses, tokens, strict=True)]
+    compared.update(groups)  # sets the moving moments, by which g is scaled
+    scale = compared._loss.deviation / compared._score.deviation
+    heard = []
+    compared.feedback_gradient = lambda depths, pulls: heard.append((depths, pulls)) or [0.0] * 64
+    compared.update(groups)
+    a, b, c = (-math.exp(-loss) for loss in losses)
+    others = ((2 * b + c) / 3, (a + c) / 2, (a + 2 * b) / 3)
+    expected = [w * (score - other) * scale for w, score, other in zip((0.25, 0.5, 0.25), (a, b, c), others, strict=True)]
+    assert heard[0][0] == [2, 5, 9] and heard[0][1] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_budget_of_operations_holds_those_instead_of_the_mean():
+    """With b = 3 a law that is pulled to depth 12 must pay for its tail at a third of a visit each, not at a whole one."""
+    ends = {}
+    for budget in ("visits", "flops"):
+        held = law(budget=budget, backprop=3, cap=16, lr=0.02, entropy_coef=0.0)
+        for number in range(2000):
+            step(held, number, lambda depth: 3.0 + 0.2 * (depth not in (1, 12)))
+        ends[budget] = held.at(0.0)
+
+    def operations(prior) -> float:
+        return math.fsum(p * (min(r, 3) + max(r - 3, 0) / 3) for r, p in enumerate(prior.probabilities, 1))
+
+    start = make_prior(DepthConfig(prior="pln", cap=16))
+    assert ends["visits"].mean == pytest.approx(5.0, abs=0.1)
+    assert operations(ends["flops"]) == pytest.approx(operations(start), abs=0.1)
+    assert ends["flops"].mean > 5.5 and operations(ends["visits"]) < operations(start) - 0.2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 2.0])
+def test_signal_and_noise_are_told_apart(ratio):
+    """Gradients μ + noise of 20 numbers: ‖μ‖² / tr Σ is ``ratio``, on average over what the last hundred steps say."""
+    source, signal, found = random.Random(3), Signal([0.0] * 20), []
+    for _ in range(8000):
+        signal.add([math.sqrt(ratio) + source.gauss(0, 1) for _ in range(20)])
+        found.append(signal.to_noise)
+    assert found[0] is None
+    assert sum(found[500:]) / len(found[500:]) == pytest.approx(ratio, rel=0.05, abs=0.004)
+
+
+def test_a_gradient_without_noise_is_told_as_no_ratio():
+    signal = Signal([0.0])
+    for _ in range(3):
+        signal.add([1.0])
+    assert signal.to_noise is None or signal.to_noise > 1e9
+
+
+REPLAYED = {"one": (1, {}), "DP4": (4, {}), "PP2xDP2": (4, {"pipeline": 2}), "TP2xDP2": (4, {"tensor": 2})}
+
+
+def replayed(mesh: Mesh, steps: int, corrupted: int | None) -> list[str]:
+    """A law's digests as this rank hears recorded feedback: every reader tells its share of each group's sums, which are
+    multiples of 2⁻²⁰, so that they add up alike in any order. At the end one rank's first logit is off by its last bit."""
+    follower, source, digests = law(burn_in=8, lr=0.05), random.Random(11), list[str]()
+    for number in range(steps):
+        depths = draw_depths(follower.at(0.0), 1, number, 4)
+        shares = [[round(source.uniform(2, 6) * 2**20) / 2**20 for _ in range(4)] for _ in range(4)]  # by group, by quarter
+        own = range(mesh.data_rank, 4, mesh.data_size) if mesh.reads else ()
+        sums = sum_over_ranks(torch.tensor([sum(shares[group][quarter] for quarter in own) for group in range(4)]).double())
+        follower.update([GroupSums(depth, 64 * float(total), 256) for depth, total in zip(depths, sums, strict=True)])
+        digests.append(follower.digest())
+    if mesh.rank == corrupted:
+        follower.logits[0] = math.nextafter(follower.logits[0], 0.0)
+    _same_on_all_ranks("the law of the depths", follower.digest(), "; go on from the last checkpoint")
+    return digests
+
+
+@pytest.mark.ranks
+def test_replayed_feedback_gives_the_same_law_to_the_bit_on_every_rank_of_every_layout(ranks):
+    found = {
+        name: ranks.run(replayed, size, 200, None, parallel=ParallelConfig(**layout)) for name, (size, layout) in REPLAYED.items()
+    }
+    (expected,) = found["one"]
+    assert len(set(expected)) == 200
+    for name, (size, _) in REPLAYED.items():
+        assert found[name] == [expected] * size, name
+
+
+@pytest.mark.ranks
+def test_a_rank_whose_law_is_off_by_one_bit_is_found_and_named(ranks):
+    with pytest.raises(RankError, match="the law of the depths on rank 2 is not that of rank 0; go on from the last checkpoint"):
+        ranks.run(replayed, 4, 20, 2, parallel=ParallelConfig(pipeline=2))
+
+
 @pytest.mark.ranks
 def test_ranks_of_every_layout_learn_the_same_law_also_over_a_resume(runs):
     settings = ["depth.prior=learned", "depth.burn_in=4", "depth.lr=0.05", "depth.check_every=1", "checkpoint.every=10"]
-    layouts = {"one": (1, []), "PP2": (2, ["parallel.pipeline=2"]), "DP2": (2, []), "TP2": (2, ["parallel.tensor=2"])}
-    for name, (ranks, layout) in layouts.items():
-        runs.train(name, *settings, *layout, ranks=ranks)
+    for name, (ranks, layout) in REPLAYED.items():
+        runs.train(name, *settings, *(f"parallel.{key}={n}" for key, n in layout.items()), ranks=ranks)
     runs.train("moved", *settings, "parallel.pipeline=2", ranks=2)
     shutil.rmtree(runs.path("moved") / "checkpoints/step-20")
     runs.train("moved", *settings, options=["--resume", "auto"])  # from step 10, as one process
     expected = learned(runs, "one")
     assert max(abs(a - b) for a, b in zip(expected, law(mean=3, cap=8).logits, strict=True)) > 0.1
-    for name in (*layouts, "moved"):
+    for name in (*REPLAYED, "moved"):
         assert [r["depths"] for r in runs.records(name)] == [r["depths"] for r in runs.records("one")]
         assert learned(runs, name) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.ranks
+def test_the_log_shows_the_law_that_comes_next(runs):
+    runs.train("shown", "depth.prior=learned", "depth.burn_in=4", "depth.lr=0.05")
+    first, *_, last = (record["prior"] for record in runs.records("shown"))
+    assert first["probabilities"] == pytest.approx(law(mean=3, cap=8).at(0.0).probabilities, abs=1e-6)
+    assert first["mean"] == pytest.approx(3.0, abs=1e-9) and "feedback_snr" not in first
+    p = softmax(learned(runs, "shown"))
+    assert last["probabilities"] == pytest.approx(p, abs=1e-6)
+    assert last["entropy"] == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-6) and last["feedback_snr"] >= 0
 
 
 def learned(runs, name: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from loopscale.config.tree import DepthConfig
 from loopscale.depth import Prior, draw_depths, make_prior, pln
+from loopscale.depth.draw import keyed_uniforms
 from loopscale.depth.priors import DepthLaw, lognormal_poisson, mean_at
 
 PUBLISHED = (0.0577, 0.1271, 0.1634, 0.1619, 0.1380, 0.1070, 0.0780, 0.0547, 0.0374, 0.0251)
@@ -49,6 +51,35 @@ def test_a_draw_depends_on_seed_step_and_group_alone():
     assert draw_depths(prior, 1, 10, 4)[:2] == draw_depths(prior, 1, 10, 2)
     assert draw_depths(prior, 1, 10, 16) != draw_depths(prior, 2, 10, 16)
     assert draw_depths(prior, 1, 10, 16) != draw_depths(prior, 1, 11, 16)
+
+
+@pytest.mark.parametrize("scheme", ["independent", "antithetic", "stratified"])
+def test_every_groups_own_law_is_the_same_under_every_scheme(scheme):
+    prior, n = pln(5.0), 10_000
+    for group in range(3):
+        counts = Counter(draw_depths(prior, 3, step, 3, scheme)[group] for step in range(n))
+        for r in range(1, 11):
+            p = prior.probabilities[r - 1]
+            assert counts[r] / n == pytest.approx(p, abs=4 * math.sqrt(p / n))
+
+
+@given(seed=st.integers(0, 99), step=st.integers(0, 9999), groups=st.integers(1, 33))
+def test_antithetic_draws_mirror_each_other_and_stratified_ones_take_a_stratum_each(seed, step, groups):
+    mirrored = keyed_uniforms(seed, step, groups, "antithetic")
+    assert all(a + b == pytest.approx(1, abs=1e-15) for a, b in zip(mirrored[::2], mirrored[1::2], strict=False))
+    assert mirrored[::2] == keyed_uniforms(seed, step, groups, "independent")[::2]
+    strata = keyed_uniforms(seed, step, groups, "stratified")
+    assert sorted(int(u * groups) for u in strata) == list(range(groups))
+
+
+def test_stratified_draws_make_the_work_of_steps_more_even():
+    prior = pln(5.0)
+    spread = {
+        scheme: statistics.variance([sum(draw_depths(prior, 1, step, 16, scheme)) / 16 for step in range(2000)])
+        for scheme in ("independent", "antithetic", "stratified")
+    }
+    assert spread["independent"] == pytest.approx(8.54 / 16, rel=0.1)
+    assert spread["antithetic"] < 0.5 * spread["independent"] and spread["stratified"] < 0.1 * spread["independent"]
 
 
 def test_a_fixed_depth_is_always_drawn():

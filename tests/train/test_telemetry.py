@@ -244,6 +244,10 @@ def test_trackers_follow_the_config(tmp_path, wandb_stub):
 def test_scalars_are_flat_and_hold_no_gaps():
     flat = scalars({"step": 3, "loss": None, "depths": [1, 2], "state_norm": [], "skipped": 0, "validation": {"5": 2.0}})
     assert flat == {"depth": 1.5, "skipped": 0, "validation/depth_5": 2.0}
+    assert scalars({"prior": {"mean": 5.0, "entropy": 2.25, "probabilities": [0.5, 0.5]}}) == {
+        "prior/mean": 5.0,
+        "prior/entropy": 2.25,
+    }
     assert scalars({"state_norm": [1.0, None]}) == {"state_norm/first": 1.0}
     assert scalars({"busy": [0.3, 0.9, 0.2]}) == {"busy/least": 0.2, "busy/most": 0.9}
     assert scalars({"memory": {"peak": [3, 7, 5], "buffers": [0, 0, 0]}}) == {"memory/peak": 7, "memory/buffers": 0}
