@@ -22,7 +22,7 @@ Pretrain looped language models: one shared transformer block applied R times.
   plan CONFIG [k=v ...]    the ring schedule of one step, before anything is started
   eval RUN                 held-out perplexity at every depth
   generate RUN PROMPT      text from a checkpoint
-  report RUN               one HTML page
+  report RUN | --study F   one HTML page of a run, or of a study's runs side by side
   launch slurm|local ...   start a run as a SLURM job or as processes of one terminal; its status, logs, end
   doctor                   what is installed, and what each absence costs
 """
@@ -141,8 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=_positive, default=50, help="sample among the k likeliest tokens (50)")
     generate.add_argument("--seed", type=int, default=1, help="(1)")
 
-    report = command("report", _report, "Write RUN/report.html, one page that works anywhere.")
-    report.add_argument("folder", type=Path, metavar="RUN")
+    report = command("report", _report, "Write RUN/report.html, or report.html of a study, one page that works anywhere.")
+    report.add_argument("folder", nargs="?", metavar="RUN")
+    report.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --study: as its runs were trained")
+    report.add_argument("--study", type=Path, metavar="FILE", help="compare the runs of a study, instead of RUN")
+    report.add_argument("--out", type=Path, metavar="FILE", help="write the page here")
 
     _launch_commands(commands, command)
 
@@ -438,9 +441,23 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from loopscale.report.page import write_report
+    from loopscale.errors import UsageError
+    from loopscale.report import write_report, write_study_report
 
-    print(write_report(options.folder))
+    folder, overrides = options.folder, options.overrides
+    if options.study is not None and folder is not None and "=" in folder:  # what stands first is an override then
+        folder, overrides = None, [folder, *overrides]
+    if (folder is None) == (options.study is None):
+        raise UsageError("loopscale report takes either a RUN folder or --study FILE")
+    if options.study is None:
+        if overrides:
+            raise UsageError(f"loopscale report takes one RUN folder; {overrides[0]} belongs to --study FILE")
+        print(write_report(Path(folder), options.out))
+        return 0
+    path, left_out = write_study_report(options.study, overrides, options.out)
+    print(path)
+    if left_out:
+        print(left_out, file=sys.stderr)
     return 0
 
 

@@ -39,6 +39,13 @@ def test_help_imports_nothing_heavy(command):
         (["eval", "nowhere"], "nowhere is neither a run folder nor a checkpoint"),
         (["generate", "nowhere", "Hello"], "nowhere is neither a run folder nor a checkpoint"),
         (["report", "nowhere"], "nowhere"),
+        (["report"], "loopscale report takes either a RUN folder or --study FILE"),
+        (["report", "runs/demo", "--study", "prior.yaml"], "loopscale report takes either a RUN folder or --study FILE"),
+        (
+            ["report", "runs/demo", "train.steps=3"],
+            "loopscale report takes one RUN folder; train.steps=3 belongs to --study FILE",
+        ),
+        (["report", "--study", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["corpus", "inspect", "nowhere"], "nowhere"),
     ],
 )

@@ -22,8 +22,8 @@ def find_browser() -> str | None:
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
-def inspect(report: Path, browser: str, timeout: float = 120.0) -> tuple[int, list[str]]:
-    """Load ``report`` without network; the number of figures drawn, and what the console said."""
+def inspect(report: Path, browser: str, timeout: float = 120.0) -> tuple[int, list[str], str]:
+    """Load ``report`` without network; the number of figures drawn, what the console said, and the page as it then was."""
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser,
@@ -47,7 +47,7 @@ def inspect(report: Path, browser: str, timeout: float = 120.0) -> tuple[int, li
     messages = re.findall(r":CONSOLE[:(]\d+[\])]+ (.*)", done.stderr)
     # plotly marks a container once it has drawn into it; the page marks the document once all have been.
     drawn = len(re.findall(r'class="plot js-plotly-plot"', done.stdout)) if "data-drawn=" in done.stdout else 0
-    return drawn, messages
+    return drawn, messages, done.stdout
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
     if not arguments.report.is_file():
         print(f"{arguments.report} is not a file", file=sys.stderr)
         return 2
-    drawn, messages = inspect(arguments.report, browser)
+    drawn, messages, _ = inspect(arguments.report, browser)
     print(f"{drawn} of {arguments.figures} figures drawn, {len(messages)} console messages")
     for message in messages:
         print(f"  {message}")

@@ -1,47 +1,18 @@
-"""The four figures of a run: data shaped for plotly, each with its finding and its rows for the CSV.
-
-No colour is set here. A trace's ``meta`` names its role; the page colours roles by its style sheet, light or dark.
-"""
+"""The four figures of a run: data shaped for plotly, each with its finding and its rows for the CSV."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import plotly.graph_objects as go
 
 from loopscale.report import findings
+from loopscale.report.panel import Panel, empty_figure, log_ticks, mode
 from loopscale.report.run import Run
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One figure of the page."""
-
-    key: str
-    title: str
-    """The finding."""
-    note: str
-    """What is drawn and how it was measured."""
-    rows: list[dict[str, Any]]
-    """What is drawn, as a table."""
-    figure: go.Figure | None
-    """None when there is nothing to draw; the note then says what would make it."""
-
-    def csv(self) -> str:
-        """The rows as CSV; a gap is an empty cell."""
-        out = io.StringIO()
-        columns = list(dict.fromkeys(column for row in self.rows for column in row))
-        writer = csv.DictWriter(out, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return out.getvalue()
 
 
 def panels(run: Run) -> list[Panel]:
@@ -63,14 +34,14 @@ def loss(run: Run) -> Panel:
     title = findings.loss_finding(training, validation, depth, baselines)
     if not training:
         return Panel("loss", title, "Appears with the first logged step.", rows, None)
-    figure = _figure("optimizer step", "loss (nats per token)")
+    figure = empty_figure("optimizer step", "loss (nats per token)")
     # Gaps stay gaps: a null between two points is a step whose loss was not finite.
     figure.add_scatter(
         x=[row["step"] for row in rows],
         y=[row["training_loss"] for row in rows],
         name="training",
         meta="first",
-        mode=_mode(training),
+        mode=mode(training),
         hovertemplate="%{y:.3f}",
     )
     if validation:
@@ -99,7 +70,7 @@ def perplexity(run: Run) -> Panel:
     title = findings.perplexity_finding(finite)
     if not finite:
         return Panel("perplexity", title, "The newest evaluation holds no finite perplexity.", rows, None)
-    figure = _figure("depth (loops)", "perplexity (log scale)", loops=max(finite))
+    figure = empty_figure("depth (loops)", "perplexity (log scale)", loops=max(finite))
     figure.add_scatter(
         x=[row["depth"] for row in rows],
         y=[row["perplexity"] for row in rows],
@@ -116,7 +87,7 @@ def perplexity(run: Run) -> Panel:
     shown = {name: value for name, value in references.items() if near[0] <= value <= near[1]}
     _add_references(figure, shown, finite, ".1f")
     values = [*finite.values(), *shown.values()]
-    ticks = _log_ticks(min(values), max(values))
+    ticks = log_ticks(min(values), max(values))
     figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
     far = [f"{name} {findings.number(value)}" for name, value in references.items() if name not in shown]
     note = protocol(evaluation) + (f"; off the scale: {', '.join(far)}" if far else "")
@@ -139,7 +110,7 @@ def depths(run: Run) -> Panel:
         | ({"prior": pmf[depth - 1] if depth <= len(pmf) else 0.0} if pmf else {})
         for depth in shown
     ]
-    figure = _figure("depth R (loops)", "share of draws", loops=shown[-1])
+    figure = empty_figure("depth R (loops)", "share of draws", loops=shown[-1])
     figure.add_bar(
         x=list(shown),
         y=[row["share"] for row in rows],
@@ -174,7 +145,7 @@ def state_norm(run: Run) -> Panel:
     ]
     means = {step: list(_present((row["loop"], row["mean"]) for row in rows if row["step"] == step).values()) for step in chosen}
     title = findings.norm_finding((logged[0]["step"], means[logged[0]["step"]]), (logged[-1]["step"], means[logged[-1]["step"]]))
-    figure = _figure("loop r", f"{measure} of a token's state", loops=max(row["loop"] for row in rows))
+    figure = empty_figure("loop r", f"{measure} of a token's state", loops=max(row["loop"] for row in rows))
     for step, role in zip(chosen, ("early", "middle", "late")[-len(chosen) :], strict=True):
         own = [row for row in rows if row["step"] == step]
         for column, label, dash in (("mean", "", "solid"), ("p99", " p99", "dot")):
@@ -210,26 +181,6 @@ def protocol(evaluation: Mapping[str, Any]) -> str:
 # --- shaping ---------------------------------------------------------------------------------------------------------
 
 
-def _figure(x: str, y: str, loops: int = 0) -> go.Figure:
-    """An empty figure in the page's layout; ``loops``: the largest of an x axis that counts loops."""
-    figure = go.Figure()
-    figure.update_layout(
-        template=go.layout.Template(),  # the page's own look, not plotly's
-        xaxis_title_text=x,
-        yaxis_title_text=y,
-        margin={"l": 54, "r": 12, "t": 8, "b": 40},
-        hovermode="x unified",
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        bargap=0.25,
-    )
-    figure.update_xaxes(showgrid=False, title_standoff=6)
-    figure.update_yaxes(title_standoff=8)
-    if loops:
-        dtick = 1 if loops <= 20 else 5 if loops <= 60 else 10
-        figure.update_xaxes(tick0=1 if dtick == 1 else 0, dtick=dtick, tickformat="d", hoverformat="d")
-    return figure
-
-
 def _add_references(figure: go.Figure, references: Mapping[str, float], points: Mapping[int, float], form: str) -> None:
     """A labelled horizontal line for each reference model, as traces: they follow a log axis and answer the mouse.
 
@@ -263,21 +214,5 @@ def _present(points: Iterable[tuple[int, float | None]]) -> dict[int, float]:
     return {x: y for x, y in points if y is not None}
 
 
-def _mode(points: Mapping[int, float]) -> str:
-    """One point alone makes no line."""
-    return "lines" if len(points) > 1 else "markers"
-
-
 def _scaled(value: float | None, scale: float) -> float | None:
     return None if value is None else value * scale
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Round values between ``low`` and ``high``, about as many as an axis has room for."""
-    if 1 < high / low < 2:
-        size = 10.0 ** math.floor(math.log10(high - low))
-        step = next(s * size for s in (1, 2, 5, 10) if (high - low) / (s * size) <= 6)
-        return [round(i * step, 12) for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 30 else (1, 3) if high / low < 1e4 else (1,)
-    return [step * 10.0**decade for decade in decades for step in steps]

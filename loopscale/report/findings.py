@@ -19,6 +19,19 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
+def count(value: float) -> str:
+    """1.9M, 2.71M, 4.2B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:  # 999,600 is 1M, not 1000k
+            return f"{value / size:.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def perplexity(nats: float) -> float:
+    """exp(loss), of a loss in nats per token."""
+    return math.exp(min(nats, 700.0))  # exp(710) overflows
+
+
 def loss_finding(
     losses: Mapping[int, float], validation: Mapping[int, float], depth: str | None, baselines: Mapping[str, float]
 ) -> str:
@@ -102,7 +115,7 @@ def norm_finding(first: tuple[int, Sequence[float]], last: tuple[int, Sequence[f
     if loops == 1:
         start = f"At step {late:,} the state was looped once"
     else:
-        start = f"Over {loops} loops at step {late:,} the state {_change(_ratio(now[-1], now[0]))}"
+        start = f"Over {loops} loops at step {late:,} the state {change(_ratio(now[-1], now[0]))}"
     if early == late:
         return start
     # At the same loop, else a deeper draw would look like a larger state.
@@ -113,7 +126,8 @@ def norm_finding(first: tuple[int, Sequence[float]], last: tuple[int, Sequence[f
     return f"{start}, and is {number(ratio)}× as large as at step {early:,}"
 
 
-def _change(ratio: float) -> str:
+def change(ratio: float) -> str:
+    """What a state whose scale became so many times as large did."""
     if abs(ratio - 1) < SAME_SCALE:
         return "keeps its scale"
     return f"grows {number(ratio)}×" if ratio > 1 else f"shrinks to {number(ratio)}×"

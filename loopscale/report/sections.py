@@ -17,15 +17,15 @@ from loopscale.report.run import Run
 
 def sections(run: Run) -> Iterator[str]:
     """The sections as HTML, in their order on the page."""
-    yield _section("Throughput", _pairs(_throughput(run)))
-    yield _section("Memory and size", _memory(run))
-    yield _section("Data", _pairs(run.about("corpus")))
-    yield _section("Environment", _pairs(_environment(run)))
-    yield _section("Events", _events(run), wide=True)
-    yield _section("Configuration", _config(run.config, run.about("origins")), wide=True)
+    yield section("Throughput", pairs(_throughput(run)))
+    yield section("Memory and size", _memory(run))
+    yield section("Data", pairs(run.about("corpus")))
+    yield section("Environment", pairs(_environment(run)))
+    yield section("Events", _events(run), wide=True)
+    yield section("Configuration", _config(run.config, run.about("origins")), wide=True)
 
 
-def _section(title: str, body: str, wide: bool = False) -> str:
+def section(title: str, body: str, wide: bool = False) -> str:
     body = body or '<p class="none">Nothing recorded.</p>'
     return f"<section{' class=wide' if wide else ''}><h2>{escape(title)}</h2>{body}</section>"
 
@@ -53,7 +53,7 @@ def _throughput(run: Run) -> dict[str, Any]:
 def _memory(run: Run) -> str:
     """Parameter counts, and memory by kind."""
     sizes = {f"parameters, {key.replace('_', ' ')}": value for key, value in run.about("parameters").items()}
-    return _pairs(sizes) + _memory_by_kind(run)
+    return pairs(sizes) + _memory_by_kind(run)
 
 
 def _memory_by_kind(run: Run) -> str:
@@ -72,7 +72,7 @@ def _memory_by_kind(run: Run) -> str:
             if ranks[rank]:
                 expected = f"{predicted[stage][kind] / 2**30:.3f}" if stage < len(predicted) else ""
                 rows.append([f"{stage} (rank {rank})", kind.replace("_", " "), f"{ranks[rank] / 2**30:.3f}", expected])
-    return _table(("stage", "memory, GiB", "measured", "predicted"), rows)
+    return table(("stage", "memory, GiB", "measured", "predicted"), rows)
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -88,28 +88,28 @@ def _environment(run: Run) -> dict[str, Any]:
 def _events(run: Run) -> str:
     rows = [[moment(event.get("time")), *(event.get(key, "") for key in ("kind", "step", "message"))] for event in run.events]
     rows += [["", "report", "", f"{name} cannot be read and is left out"] for name in run.unreadable]
-    return _table(("time", "kind", "step", "what happened"), rows)
+    return table(("time", "kind", "step", "what happened"), rows)
 
 
 def _config(config: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """A table for each section of the config, with the layer that each value came from where that is known."""
     tables = []
-    for section, values in config.items():
-        pairs = values.items() if isinstance(values, Mapping) else [("", values)]
+    for name, values in config.items():
+        settings = values.items() if isinstance(values, Mapping) else [("", values)]
         rows = []
-        for key, value in pairs:
-            dotted = f"{section}.{key}" if key else section
+        for key, value in settings:
+            dotted = f"{name}.{key}" if key else name
             rows.append([dotted, _yaml(value), *([origins.get(dotted, "default")] if origins else [])])
-        tables.append(_table((section, "", *(("from",) if origins else ())), rows))
+        tables.append(table((name, "", *(("from",) if origins else ())), rows))
     return f'<div class="columns">{"".join(tables)}</div>' if tables else ""
 
 
-def _pairs(rows: Mapping[str, Any]) -> str:
+def pairs(rows: Mapping[str, Any]) -> str:
     """A table of two columns; large whole numbers get thousands separators."""
-    return _table((), [[key, f"{value:,}" if type(value) is int and value >= 10_000 else value] for key, value in rows.items()])
+    return table((), [[key, f"{value:,}" if type(value) is int and value >= 10_000 else value] for key, value in rows.items()])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return ""
     header = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""

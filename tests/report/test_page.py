@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -12,13 +11,16 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from plotly.offline import get_plotlyjs
 
 from loopscale.errors import UsageError
 from loopscale.report import write_report
+from loopscale.report.document import pack
 from loopscale.report.figures import panels
 from loopscale.report.page import page, summary
-from loopscale.report.run import read_run
-from tests.report import run_folder
+from loopscale.report.run import Run, read_run
+from tests.report import packed, run_folder
+from tools.check_report import inspect
 
 CHECK = Path(__file__).parents[2] / "tools" / "check_report.py"
 
@@ -63,11 +65,19 @@ def test_one_well_formed_file_that_loads_nothing(tmp_path):
 
 def test_csv_links_hold_what_the_figures_draw(tmp_path):
     run = read_run(run_folder.whole(tmp_path))
-    links = {link["download"]: link["href"] for link in Page(page(run)).links}
+    text = page(run)
+    links = {link["download"]: link["data-table"] for link in Page(text).links}
     for panel in panels(run):
-        kind, content = links[f"tiny-{panel.key}.csv"].split(",", 1)
-        assert kind == "data:text/csv;charset=utf-8"
-        assert unquote(content) == panel.csv()
+        assert packed.data(text)["tables"][links[f"tiny-{panel.key}.csv"]] == panel.csv()
+
+
+def test_packed_text_is_plain_in_html_and_comes_back_whole():
+    for length in range(20):
+        text = "ä</script><!--"[:length] * 3
+        found = pack(text)
+        assert "<" not in found
+        assert packed.unpacked(f'<script id="data" type="application/gzip">{found}</script>', "data") == text
+    assert packed.unpacked(page(Run("none", [])), "plotly") == get_plotlyjs()
 
 
 def test_the_sentence_says_what_how_good_and_by_which_protocol(tmp_path):
@@ -132,11 +142,11 @@ def test_names_are_escaped_everywhere(tmp_path):
         events=[{"kind": name, "message": name}],
         evaluations=[evaluation],
     )
-    parsed = Page(page(read_run(folder)))
+    text = page(read_run(folder))
+    parsed = Page(text)
     assert parsed.open == []
-    assert not any("alert" in script for script in parsed.scripts if not script.startswith("{"))
-    specs = json.loads(next(script for script in parsed.scripts if script.startswith("{")))
-    assert name in [trace["name"] for trace in specs["perplexity"]["data"]]
+    assert not any("alert" in script for script in parsed.scripts)
+    assert name in [trace["name"] for trace in packed.data(text)["figures"]["perplexity"]["data"]]
 
 
 @pytest.mark.parametrize("records", [[], [run_folder.record(10, 8.0)], [run_folder.record(10, None, depths=[], state_norm=[])]])
@@ -168,6 +178,29 @@ def test_a_browser_draws_all_figures_and_has_nothing_to_say(tmp_path):
     report = write_report(run_folder.whole(tmp_path))
     done = subprocess.run([sys.executable, CHECK, report], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout) == (0, "4 of 4 figures drawn, 0 console messages\n"), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here: apt-get install chromium")
+def test_a_browser_without_decompression_shows_a_sentence_and_the_findings(tmp_path):
+    text = page(read_run(run_folder.whole(tmp_path)))
+    old = text.replace('"DecompressionStream" in window', '"DecompressionStreamX" in window')
+    assert old != text
+    (tmp_path / "old.html").write_text(old, encoding="utf-8")
+    drawn, messages, dom = inspect(tmp_path / "old.html", "chromium")
+    assert (drawn, messages) == (0, [])
+    shown = Page(dom).text
+    assert "too old" in shown and "Perplexity falls from 231" in shown
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here: apt-get install chromium")
+def test_a_browser_unpacks_the_csv_links(tmp_path):
+    run = read_run(run_folder.whole(tmp_path))
+    drawn = Page(inspect(write_report(tmp_path), "chromium")[2])
+    links = {link["data-table"]: link["href"] for link in drawn.links}
+    for panel in panels(run):
+        kind, content = links[panel.key].split(",", 1)
+        assert (kind, unquote(content)) == ("data:text/csv;charset=utf-8", panel.csv())
+    assert "too old" not in drawn.text
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here: apt-get install chromium")

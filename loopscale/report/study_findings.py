@@ -1,0 +1,108 @@
+"""The sentences that a study's figures state, worked out from the numbers they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from loopscale.report.findings import SAME_SCALE, change
+from loopscale.report.statistics import Estimate
+
+SAME_LAW = 1e-3
+"""Laws within this total variation of each other are called the same; what is cut from their tails is less."""
+ROUNDING = 1e-9
+"""An error of this share of its mean is floating point's."""
+STILL = 0.005
+"""A mean or an entropy of a law that moves by less than this stays: two decimals show no more."""
+
+
+def measured(value: Estimate, signed: bool = False) -> str:
+    """Mean ± standard error, to two significant digits of the error; without one, the mean to four."""
+    plus = "+" if signed else ""
+    if value.error is None or value.error <= abs(value.mean) * ROUNDING:
+        mean = f"{value.mean:{plus},.0f}" if abs(value.mean) >= 1000 else f"{value.mean:{plus}.4g}"
+        return mean if value.error is None else f"{mean} ± 0"
+    decimals = min(6, max(0, 1 - math.floor(math.log10(value.error))))
+    return f"{value.mean:{plus},.{decimals}f} ± {value.error:,.{decimals}f}"
+
+
+def law_moved_finding(arm: str, first: Sequence[float], last: Sequence[float]) -> str:
+    """What became of the likeliest depth."""
+    before, after = (law.index(max(law)) + 1 for law in (first, last))
+    if before != after:
+        return f"{arm}: the likeliest depth moves from {before} (p = {max(first):.2f}) to {after} (p = {max(last):.2f})"
+    if abs(max(last) - max(first)) < STILL:
+        return f"{arm}: the likeliest depth stays {after}, at p = {max(last):.2f}; the law changes around it"
+    verb = "rises" if max(last) > max(first) else "falls"
+    return f"{arm}: the likeliest depth stays {after}; its probability {verb} from {max(first):.2f} to {max(last):.2f}"
+
+
+def final_law_finding(entropies: Mapping[str, float]) -> str:
+    """Which arm's law (entropies in nats) ended broadest and which narrowest."""
+    broad, narrow = max(entropies, key=lambda arm: entropies[arm]), min(entropies, key=lambda arm: entropies[arm])
+    if len(entropies) == 1:
+        return f"{broad}'s law ends with an entropy of {entropies[broad]:.2f} nats"
+    if entropies[broad] - entropies[narrow] < STILL:
+        return f"The laws of all arms end as broad as each other, with an entropy of {entropies[broad]:.2f} nats"
+    return (
+        f"{broad}'s law ends broadest, with an entropy of {entropies[broad]:.2f} nats,"
+        f" {narrow}'s narrowest, with {entropies[narrow]:.2f}"
+    )
+
+
+def law_course_finding(what: str, courses: Mapping[str, Mapping[int, Estimate]]) -> str:
+    """Where ``what`` (mean or entropy) of the laws moved most; courses are by arm and step."""
+    ends = {arm: (values[min(values)].mean, values[max(values)].mean) for arm, values in courses.items()}
+    most = max(ends, key=lambda arm: abs(ends[arm][1] - ends[arm][0]))
+    before, after = ends[most]
+    if abs(after - before) < STILL:
+        return f"The {what} of the law stays as it began{' in all arms' if len(ends) > 1 else ''}"
+    verb = "rises" if after > before else "falls"
+    whose = f"most in {most}, " if len(ends) > 1 else f"in {most} "
+    return f"The {what} of the law {verb} {whose}from {before:.2f} to {after:.2f}"
+
+
+def final_perplexity_finding(
+    depth: int, perplexities: Mapping[str, Estimate], reference: str, differences: Mapping[str, Estimate]
+) -> str:
+    """Which arm has the lowest perplexity at ``depth``, and how far from the reference.
+
+    Args:
+        differences: In loss to the reference, paired by seed; by arm.
+    """
+    if not perplexities:
+        return f"No finite held-out loss at depth {depth}"
+    ranking = sorted(perplexities, key=lambda arm: perplexities[arm].mean)
+    best = ranking[0]
+    if len(ranking) == 1:
+        return f"At depth {depth} {best} has perplexity {measured(perplexities[best])}"
+    other = ranking[1] if best == reference or reference not in perplexities else reference
+    start = (
+        f"At depth {depth} {best} has the lowest perplexity, {measured(perplexities[best])},"
+        f" against {measured(perplexities[other])} of {other}"
+    )
+    arm = other if best == reference else best
+    if arm not in differences:
+        return start
+    return f"{start} ({arm} - {reference}: {measured(differences[arm], signed=True)} nats, paired by seed)"
+
+
+def loss_course_finding(courses: Mapping[str, Mapping[int, Estimate]]) -> str:
+    """Where the arms' held-out losses ended."""
+    last = max(step for values in courses.values() for step in values)
+    ends = {arm: values[max(values)].mean for arm, values in courses.items()}
+    low, high = min(ends, key=lambda arm: ends[arm]), max(ends, key=lambda arm: ends[arm])
+    if len(ends) == 1:
+        return f"Held-out loss ends at {ends[low]:.3f} nats after {last:,} steps"
+    return f"Held-out loss ends between {ends[low]:.3f} nats ({low}) and {ends[high]:.3f} ({high}) after {last:,} steps"
+
+
+def scale_finding(courses: Mapping[str, Mapping[int, Estimate]]) -> str:
+    """In which arms the state's scale grew most and least over training."""
+    growth = {arm: values[max(values)].mean / values[min(values)].mean for arm, values in courses.items()}
+    first, last = (end(step for values in courses.values() for step in values) for end in (min, max))
+    most, least = max(growth, key=lambda arm: growth[arm]), min(growth, key=lambda arm: growth[arm])
+    start = f"From step {first:,} to {last:,} the state"
+    if all(abs(ratio - 1) < SAME_SCALE for ratio in growth.values()):
+        return f"{start} keeps its scale{' in all arms' if len(growth) > 1 else ''}"
+    return f"{start} {change(growth[most])} in {most}" + (f" and {change(growth[least])} in {least}" if len(growth) > 1 else "")
