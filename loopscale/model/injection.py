@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from loopscale.config.registry import INJECTIONS, find
 from loopscale.config.tree import ModelConfig
@@ -95,12 +96,12 @@ class DiagonalInjection(Injection):
     def source(self, e: Tensor) -> Tensor:
         return F.softplus(self.dt_bias) * F.linear(e, self.weight)
 
-    def carried(self, h: Tensor) -> Tensor:
-        """a ⊙ h."""
-        return torch.exp(-F.softplus(self.dt_bias) * self.A_log.exp()) * h
+    def decay(self) -> Tensor:
+        """a, [d]."""
+        return torch.exp(-F.softplus(self.dt_bias) * self.A_log.exp())
 
     def forward(self, h: Tensor, source: Tensor) -> Tensor:
-        return self.carried(h) + source
+        return torch.addcmul(source, self.decay(), h)
 
 
 class ParcaeInjection(DiagonalInjection):
@@ -128,9 +129,35 @@ class OrthoInjection(DiagonalInjection):
     first_decay: Init = "decay_half_log_five"
 
     def forward(self, h: Tensor, source: Tensor) -> Tensor:
-        v = self.carried(h)
-        along = torch.linalg.vecdot(v, source) / (torch.linalg.vecdot(source, source) + self.EPSILON)
-        return v + (1 - along).unsqueeze(-1) * source
+        output: Tensor = _Ortho.apply(h, self.decay(), source, self.EPSILON)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Ortho(torch.autograd.Function):
+    """v + c q, c = 1 − s / n, s = ⟨v, q⟩, n = ‖q‖² + ε, v = a ⊙ h, in some half of the passes over memory that autograd takes: a
+    visit of a narrow model would feel them. With g the gradient of the output and t = ⟨g, q⟩
+
+        ∂v = g − (t / n) q,   ∂h = a ⊙ ∂v,   ∂a = Σ ∂v ⊙ h,   ∂q = c g − (t / n) v + (2 t s / n²) q.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, h: Tensor, a: Tensor, q: Tensor, epsilon: float) -> Tensor:
+        v = a * h
+        n = torch.linalg.vecdot(q, q).add_(epsilon)
+        share = torch.linalg.vecdot(v, q).div_(n)  # s / n
+        ctx.save_for_backward(h, a, q, n, share)
+        return v.addcmul_((1 - share).unsqueeze(-1), q)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        h, a, q, n, share = ctx.saved_tensors  # type: ignore[attr-defined]
+        along = torch.linalg.vecdot(g, q).div_(n)  # t / n
+        by_v = torch.addcmul(g, along.unsqueeze(-1), q, value=-1)
+        by_a = (by_v * h).flatten(0, -2).sum(0)
+        by_q = torch.addcmul((1 - share).unsqueeze(-1) * g, along.unsqueeze(-1), a * h, value=-1)
+        by_q.addcmul_((2 * along * share).unsqueeze(-1), q)
+        return by_v.mul_(a), by_a, by_q, None
 
 
 def make_injection(model: ModelConfig) -> Injection | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loopscale.config.registry import INJECTIONS, READOUTS, find
 from loopscale.config.tree import ModelConfig
 from loopscale.model.between import BETWEEN
-from loopscale.model.injection import OrthoInjection, make_injection
+from loopscale.model.injection import OrthoInjection, _Ortho, make_injection
 from loopscale.model.norm import HeadNorm, RMSNorm
 from loopscale.model.readout import make_readout
 
@@ -60,6 +60,23 @@ def test_what_ortho_carries_never_grows(seed, state, source):
     v, carried = injection.carried(h), injection(h, q) - q
     assert (v.norm(dim=-1) <= h.norm(dim=-1) * (1 + 1e-12)).all()
     assert (carried.norm(dim=-1) <= v.norm(dim=-1) * (1 + 1e-9) + 1e-9 * q.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.3])
+def test_orthos_own_backward_is_the_derivative_of_its_formula(epsilon):
+    """By finite differences, and against autograd through the formula of the docstring, in fp64."""
+    source = torch.Generator().manual_seed(3)
+    h, q = (torch.randn(3, 2, 5, dtype=torch.float64, generator=source, requires_grad=True) for _ in range(2))
+    a = torch.rand(5, dtype=torch.float64, generator=source, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h, a, q: _Ortho.apply(h, a, q, epsilon), (h, a, q))
+    v, upstream = a * h, torch.randn(3, 2, 5, dtype=torch.float64, generator=source)
+    plain = v - ((v * q).sum(-1) / ((q * q).sum(-1) + epsilon)).unsqueeze(-1) * q + q
+    ours = _Ortho.apply(h, a, q, epsilon)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+    for found, expected in zip(
+        torch.autograd.grad(ours, (h, a, q), upstream), torch.autograd.grad(plain, (h, a, q), upstream), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_ortho_without_an_input_only_decays_and_its_gradients_are_finite():
