@@ -131,6 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--text", type=Path, help="a text file instead of the held-out split")
     evaluate.add_argument("--sequences", type=_positive, help="sequences to read; default all")
     evaluate.add_argument("--batch", type=_positive, default=16, help="sequences at once (16)")
+    evaluate.add_argument(
+        "--diagnose", action="store_true",
+        help="how the loop nears its fixed point: contraction, gradient error of truncated backprop, tokens converged",
+    )  # fmt: skip
 
     generate = command("generate", _generate, "Continue a prompt.")
     _checkpoint_arguments(generate)
@@ -422,7 +426,10 @@ def _plan(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from loopscale.evaluate.run import evaluate
 
-    evaluate(options.checkpoint, depths=options.depths, text=options.text, sequences=options.sequences, batch=options.batch)
+    evaluate(
+        options.checkpoint, depths=options.depths, text=options.text, sequences=options.sequences, batch=options.batch,
+        diagnosed=options.diagnose,
+    )  # fmt: skip
     return 0
 
 

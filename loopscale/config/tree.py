@@ -357,6 +357,14 @@ class ValidationConfig(Section):
     """Depths to report; unset: 1, 2, the mean, and twice the mean."""
 
 
+class DiagnosticsConfig(Section):
+    every: NonNegativeInt = 500
+    """Steps between diagnoses of the loop's equilibrium, on held-out sequences: how fast it contracts, what truncated backprop
+    leaves out of the gradient, how many tokens have converged; 0: never."""
+    sequences: PositiveInt = 4
+    """Held-out sequences read each time, at least one for each replica."""
+
+
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
     """Steps between checkpoints; 0: only at the end or when asked by a signal."""
@@ -401,5 +409,6 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

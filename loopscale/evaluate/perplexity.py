@@ -13,7 +13,7 @@ from loopscale.model.ring import Ring
 from loopscale.model.stage import LoopedStage
 from loopscale.objective.supervision import Exit
 from loopscale.parallel.mesh import Mesh
-from loopscale.parallel.ring.execute import Task, execute
+from loopscale.parallel.ring.execute import Observer, Task, execute
 
 WAVE = 8
 """Microbatches per stage that one ring plan takes; the ring drains between plans."""
@@ -26,12 +26,13 @@ def loss_by_depth(
     microbatches: Iterable[Inputs],
     depths: Sequence[int],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
+    observe: Observer | None = None,
 ) -> tuple[dict[int, float], int]:
     """Mean cross entropy in nats per scored token at each of ``depths``, and the number of tokens.
 
     Every depth keeps its own keys and values (no cache is shared between visits), sequences are read whole, attention
     stays within documents. Each replica passes its own microbatches, the same on all its ranks and maybe none;
-    ``sum_over_ranks`` adds up over all ranks.
+    ``sum_over_ranks`` adds up over all ranks; ``observe`` is called after every visit, see :func:`execute`.
     """
     exits = tuple(Exit(r, (r,)) for r in sorted(set(depths)))
     deepest = exits[-1].visit
@@ -39,7 +40,7 @@ def loss_by_depth(
     tasks = (Task(inputs, deepest, deepest, exits) for inputs in microbatches)
     while wave := list(islice(tasks, 1 if mesh.stages == 1 else WAVE * mesh.stages)):
         plan = ring.plan([task.work for task in wave], forward_only=True)
-        outcomes = execute(plan, stage, wave, mesh.links)
+        outcomes = execute(plan, stage, wave, mesh.links, observe=observe)
         for task, outcome in zip(wave, outcomes, strict=True) if mesh.reads else ():
             totals[:-1] += torch.stack([outcome.losses[e.visit].double().sum() for e in exits]).cpu()
             totals[-1] += int((task.inputs.targets >= 0).sum())

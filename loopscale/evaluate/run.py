@@ -23,6 +23,7 @@ from loopscale.corpus.batches import collate
 from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
+from loopscale.evaluate.equilibrium import Equilibrium, diagnose
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count
 from loopscale.model.inputs import Inputs
@@ -32,6 +33,9 @@ _PROTOCOL = (
     "full forward over whole sequences, own keys and values at every visit, attention within documents, first token of a "
     "document not scored, fp32"
 )
+
+DIAGNOSED, ITERATIONS = 16, 64
+"""Sequences that a diagnosis reads, and its power iterations."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Evaluation:
     baselines: dict[str, float]
     first_depth_divergence: float
     """Mean KL, in nats, from the next-token distribution at the training depth to that at depth 1."""
+    equilibrium: Equilibrium | None = None
+    """Of the loop, where it was diagnosed."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -65,13 +71,16 @@ class Evaluation:
             "baselines": self.baselines,
             "first_depth_divergence": self.first_depth_divergence,
             "protocol": _PROTOCOL,
+            **({} if self.equilibrium is None else {"equilibrium": self.equilibrium.as_json()}),
         }
 
 
 def evaluate(
-    where: str | Path, *, depths: str | None = None, text: Path | None = None, sequences: int | None = None, batch: int = 16
-) -> Evaluation:
-    """Evaluates a run's newest checkpoint, or one checkpoint; prints a table and writes ``RUN/evaluations/*.json``."""
+    where: str | Path, *, depths: str | None = None, text: Path | None = None, sequences: int | None = None, batch: int = 16,
+    diagnosed: bool = False,
+) -> Evaluation:  # fmt: skip
+    """Evaluates a run's newest checkpoint, or one checkpoint; prints a table and writes ``RUN/evaluations/*.json``. With
+    ``diagnosed`` also how its loop nears its fixed point, on the first sequences."""
     restored = restore(where)
     set_threads(None, 1)
     wanted = parse_depths(depths, restored.config.depth.evaluation_depth)
@@ -104,8 +113,11 @@ def evaluate(
         sequence_length=corpus.sequence_length,
         baselines=_baselines(corpus, samples),
         first_depth_divergence=_divergence(restored, next(_microbatches(samples, batch, restored))),
+        equilibrium=_diagnose(restored, ring, samples[:DIAGNOSED], batch) if diagnosed else None,
     )
     console.print(_table(evaluation, restored.config.depth.evaluation_depth))
+    if evaluation.equilibrium is not None:
+        console.print(evaluation.equilibrium.table())
     if restored.run_folder is not None:
         place = restored.run_folder / "evaluations"
         place.mkdir(exist_ok=True)
@@ -163,6 +175,15 @@ def _divergence(restored: Restored, inputs: Inputs) -> float:
             log_probabilities[r] = stage.logits(stage.decode(inputs, state, r)).log_softmax(-1)
     deep, first = log_probabilities[mean], log_probabilities[1]
     return float((deep.exp() * (deep - first)).sum(-1).mean())
+
+
+def _diagnose(restored: Restored, ring: Ring, samples: Sequence[Sample], batch: int) -> Equilibrium:
+    restored.stage.requires_grad_(True)
+    try:
+        inputs = list(_microbatches(samples, batch, restored))
+        return diagnose(restored.stage, ring, restored.mesh, restored.config, inputs, ITERATIONS)
+    finally:
+        restored.stage.requires_grad_(False)
 
 
 def _baselines(config: CorpusConfig, samples: Sequence[Sample]) -> dict[str, float]:

@@ -129,7 +129,7 @@ class OrthoInjection(DiagonalInjection):
     first_decay: Init = "decay_half_log_five"
 
     def forward(self, h: Tensor, source: Tensor) -> Tensor:
-        output: Tensor = _Ortho.apply(h, self.decay(), source, self.EPSILON)  # type: ignore[no-untyped-call]
+        output: Tensor = _Ortho.apply(h, self.decay(), source, self.EPSILON)
         return output
 
 

@@ -90,6 +90,11 @@ class Mesh:
         """Whether this is the rank of its replica that reads data and reports losses."""
         return self.is_home and self.tensor_rank == 0
 
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether states of tokens come by here that no other rank counts."""
+        return self.reads or (self.is_home and self.sequence_parallel)
+
     def place(self, slices: tuple[int, ...]) -> Place:
         """This rank's part of a model whose core is cut into ``slices``."""
         return Place(self.stage, slices, self.tensor_rank, self.tensor_size, self.sequence_parallel)
@@ -284,9 +289,20 @@ def sum_over_tensor_ranks(values: Tensor) -> Tensor:
     return _sum(values, parallel_state.get_tensor_model_parallel_group())
 
 
+def max_over_tensor_ranks(values: Tensor) -> Tensor:
+    """The elementwise maximum over the ranks that share this rank's layers, in place."""
+    from megatron.core import parallel_state
+
+    return _reduce(values, parallel_state.get_tensor_model_parallel_group(), dist.ReduceOp.MAX)
+
+
 def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return _reduce(values, group, dist.ReduceOp.SUM)
+
+
+def _reduce(values: Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType) -> Tensor:
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, how, group=group)
     return values
 
 

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from loopscale.checkpoint.restore import find, load_weights, storage_of
 from loopscale.checkpoint.saver import BEST, Saved, Saver
 from loopscale.checkpoint.store import Snapshot
 from loopscale.config import Batch, Config, Loaded, settle
-from loopscale.corpus.batches import StepBatch, batches, collate
+from loopscale.corpus.batches import StepBatch, batches
 from loopscale.corpus.order import Order
 from loopscale.corpus.packing import PackedCorpus
 from loopscale.depth import GroupSums, make_prior
@@ -34,9 +33,9 @@ from loopscale.errors import (
     UsageError,
     describe_fault,
 )
+from loopscale.evaluate.equilibrium import Equilibrium, diagnose
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
-from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring
 from loopscale.objective.supervision import GATED
 from loopscale.parallel import crash
@@ -45,7 +44,7 @@ from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.ring.plan import Work
 from loopscale.parallel.waits import Waits
 from loopscale.parallel.zero import load_deepspeed
-from loopscale.train import dropped, snapshot
+from loopscale.train import dropped, held_out, snapshot
 from loopscale.train import folder as folders
 from loopscale.train.banner import Setting, banner, done_line, facts, memory_line
 from loopscale.train.limit import TimeLimit
@@ -187,9 +186,10 @@ class Run:
                 step = self.progress.step + 1
                 last = step == config.train.steps
                 validated = last or _due(step, config.validation.every)
-                logged = validated or _due(step, config.log.every)
+                diagnosed = _due(step, config.diagnostics.every)
+                logged = validated or diagnosed or _due(step, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
-                observe = meter.observe if meter is not None and self._sees_tokens else None
+                observe = meter.observe if meter is not None and self.mesh.sees_tokens else None
                 reason = stop.name or self.limit.reason()
                 with self._explaining():
                     result = self.step(
@@ -212,8 +212,12 @@ class Run:
                         with window.aside(), self.memory.aside():
                             validation = self._validate()
                             self._measure_matmul_rate()
+                    equilibrium = None
+                    if diagnosed:
+                        with window.aside(), self.memory.aside():
+                            equilibrium = self._diagnose()
                     if meter is not None:
-                        self._log(result, meter, window, validation if validated else {})
+                        self._log(result, meter, window, validation if validated else {}, equilibrium)
                         window = _Window(self.mesh.waits)
                         self.memory.begin()
                     self.telemetry.advance(step)
@@ -237,11 +241,6 @@ class Run:
             "done", progress.step, done_line(self.setting, progress.step, progress.elapsed, validation, sequences)
         )
         return Outcome(self.folder, progress.step, True, validation)
-
-    @property
-    def _sees_tokens(self) -> bool:
-        """Whether states of tokens come by here that no other rank counts."""
-        return self.mesh.reads or (self.mesh.is_home and self.mesh.sequence_parallel)
 
     def _data(self) -> Generator[StepBatch, None, None]:
         """Steps' data, to the last step; anew from where the run stands when it has gone back."""
@@ -358,18 +357,26 @@ class Run:
     def _validate(self) -> dict[int, float]:
         """Held-out loss at the configured depths, on the first sequences of the validation split."""
         config = self.config
-        wanted = min(config.validation.sequences, len(self.held_out))
-        own = iter(range(self.mesh.data_rank, wanted, self.mesh.data_size))
-        rows = iter(lambda: list(islice(own, self.batch.microbatch)), [])
-        self.mesh.watch.begin(f"the validation after step {self.progress.step}", self.progress.step)
-        self.mesh.watch.doing = "validating"
-        read = meshes.on_reader(self.mesh, lambda: [collate([self.held_out[i] for i in r], r) for r in rows])
-        final = config.depth.evaluation_depth
-        inputs = [Inputs.of(m, self.mesh.device, final_visit=final, purpose="evaluation") for m in read]
+        self._begin_aside("validation", "validating")
+        inputs = held_out.read(self.mesh, self.held_out, config, config.validation.sequences, self.batch.microbatch)
         losses, _ = loss_by_depth(self.stage, self.ring, self.mesh, inputs, validation_depths(config), sum_over_ranks)
         return losses
 
-    def _log(self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float]) -> None:
+    def _diagnose(self) -> Equilibrium:
+        """The loop's equilibrium on a few sequences of the validation split. A collective."""
+        config, sequences = self.config, max(self.config.diagnostics.sequences, self.mesh.data_size)
+        self._begin_aside("diagnosis", "diagnosing the loop")
+        inputs = held_out.read(self.mesh, self.held_out, config, sequences, self.batch.microbatch)
+        return diagnose(self.stage, self.ring, self.mesh, config, inputs)
+
+    def _begin_aside(self, what: str, doing: str) -> None:
+        self.mesh.watch.begin(f"the {what} after step {self.progress.step}", self.progress.step)
+        self.mesh.watch.doing = doing
+
+    def _log(
+        self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float],
+        equilibrium: Equilibrium | None,
+    ) -> None:  # fmt: skip
         with self.mesh.waits.waiting():
             norms = meter.result(sum_over_ranks)
         told = meshes.gather_objects((memory.by_kind(self._held(), self.memory.read()), window.busy))
@@ -394,12 +401,16 @@ class Run:
                 "state_norm": norms.mean,
                 "state_norm_p99": norms.p99,
                 "state_change": norms.change,
+                "state_converged": norms.converged,
                 "skipped": self.progress.skipped,
                 "busy": busy,
                 "memory": {kind: [held[kind] for held in ranks] for kind in memory.KINDS},
                 **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
+                **({"equilibrium": equilibrium.as_json()} if equilibrium is not None else {}),
             }
         )
+        if equilibrium is not None:
+            self.telemetry.event("equilibrium", self.progress.step, equilibrium.in_words())
         if slow := self.stragglers.see(busy, window.steps):
             self.telemetry.event("warning", self.progress.step, slow)
 

@@ -174,7 +174,8 @@ class TensorBoard(Sink):
 
 def scalars(record: Record) -> dict[str, float]:
     """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth,
-    memory by kind on the rank that has most of it, busy by the ranks that have least and most, of other groups the numbers."""
+    memory by kind on the rank that has most of it, busy by the ranks that have least and most, of an equilibrium its contraction,
+    its errors by b and the share of tokens converged at last, and of other groups the numbers."""
     flat: dict[str, float | None] = {}
     for key, value in record.items():
         if key == "step" or value in (None, [], {}):
@@ -185,6 +186,9 @@ def scalars(record: Record) -> dict[str, float]:
             flat |= {"busy/least": min(value), "busy/most": max(value)}
         elif key == "memory":
             flat |= {f"memory/{kind}": max(ranks) for kind, ranks in value.items()}
+        elif key == "equilibrium":
+            flat |= {f"equilibrium/error_{b}": found["error"] for b, found in value.get("truncation", {}).items()}
+            flat |= {"equilibrium/contraction": value.get("contraction"), "equilibrium/converged": value["converged"][-1]}
         elif key == "validation":
             flat |= {f"{key}/depth_{depth}": loss for depth, loss in value.items()}
         elif isinstance(value, Mapping):

@@ -11,7 +11,12 @@ dict per logged step; its keys (those left out are simply not shown):
     prior                      {mean, entropy (nats), probabilities of R = 1, 2, …} of the law that the next step draws from;
                                where it is learned, feedback_snr: the power of signal over that of noise in its gradient
     state_norm, state_norm_p99, state_change    one number per loop; norms are L2 over the width
+    state_converged            share of tokens by loop whose state changed by less than 3%, beside state_change
     validation                 {depth: held-out loss}, where a validation was due
+    equilibrium                where a diagnosis was due, on held-out sequences at the evaluation depth R: {"depth": R,
+                               "contraction": spectral radius of a visit at the fixed point (one pipeline stage alone),
+                               "truncation": {b: {"error": ‖g_b − g_R‖ / ‖g_R‖, "cosine"}} of the gradient of b visits (none
+                               without injection), "change" and "converged": as state_change and state_converged, to 2 R}
     busy                       seconds a step that each rank did not wait for others, on average since the last record; what
                                ranks exchange inside layers and in the optimizer's step counts as work of all of them
     memory                     {kind: bytes of each rank}; the kinds are those of `diagnostics.memory`

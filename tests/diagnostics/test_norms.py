@@ -22,7 +22,21 @@ def test_mean_percentile_and_change_are_those_of_all_tokens():
     assert result.p99 == pytest.approx([n.quantile(0.99).item() for n in norms], rel=0.04)
     assert result.change[0] is None
     assert result.change[1] == pytest.approx(((h[1] - h[0]).norm(dim=-1) / h[1].norm(dim=-1)).mean().item(), rel=1e-5)
+    assert result.converged == [None, 0.0]
     assert len(result.mean) == 2
+
+
+def test_tokens_that_change_by_less_than_three_percent_have_converged():
+    before = torch.ones(5, 2, 4)
+    after = before.clone()
+    after[:, 0] *= torch.tensor([1.0, 1.01, 1.029, 1.035, 0.9])[:, None]
+    after[:, 1] *= 2.0
+    meter = NormMeter(2, torch.device("cpu"))
+    meter.observe(0, 1, None, before)
+    meter.observe(0, 2, before, after)
+    result = meter.result(lambda x: x)
+    assert result.converged == [None, 0.3]
+    assert result.change[1] == pytest.approx((0.01 / 1.01 + 0.029 / 1.029 + 0.035 / 1.035 + 0.1 / 0.9 + 5 * 0.5) / 10, rel=1e-5)
 
 
 def test_tokens_that_are_not_finite_are_left_out():

@@ -40,7 +40,7 @@ def test_ortho_output_along_q_is_q_itself():
     h, e = noise(40, 3), noise(40, 3, seed=2)
     for epsilon in (0.0, 1e-6, 0.5):
         injection = ortho(epsilon)
-        q, v = injection.source(e), injection.carried(h)
+        q, v = injection.source(e), injection.decay() * h
         along, square = (injection(h, q) * q).sum(-1), q.square().sum(-1)
         deviation = (v * q).sum(-1) * epsilon / (square + epsilon)
         torch.testing.assert_close(along, square + deviation, rtol=1e-6, atol=1e-12)
@@ -57,7 +57,7 @@ def test_what_ortho_carries_never_grows(seed, state, source):
     """‖P v‖ ≤ ‖v‖ ≤ ‖h‖: the projector and the decay only take away."""
     injection = ortho(1e-6)
     h, q = state * noise(5, seed=seed), source * noise(5, seed=seed + 1)
-    v, carried = injection.carried(h), injection(h, q) - q
+    v, carried = injection.decay() * h, injection(h, q) - q
     assert (v.norm(dim=-1) <= h.norm(dim=-1) * (1 + 1e-12)).all()
     assert (carried.norm(dim=-1) <= v.norm(dim=-1) * (1 + 1e-9) + 1e-9 * q.norm(dim=-1)).all()
 
@@ -83,7 +83,7 @@ def test_ortho_without_an_input_only_decays_and_its_gradients_are_finite():
     injection, h = ortho(1e-6), noise(4).requires_grad_()
     e = torch.zeros(4, D, dtype=torch.float64, requires_grad=True)
     out = injection(h, injection.source(e))
-    torch.testing.assert_close(out, injection.carried(h))
+    torch.testing.assert_close(out, injection.decay() * h)
     out.sum().backward()
     assert torch.isfinite(h.grad).all()
     assert torch.isfinite(e.grad).all()

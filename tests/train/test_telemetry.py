@@ -31,7 +31,8 @@ def record(step: int, **changes) -> dict:
         "grad_norm": 0.91,
         "state_norm": [11.0, 11.5],
         "state_norm_p99": [14.0, 14.5],
-        "state_change": [1.0, 0.3],
+        "state_change": [None, 0.3],
+        "state_converged": [None, 0.1],
         "skipped": 0,
         "busy": [0.61, 0.64],
         "memory": {"parameters": [2**28, 2**29], "peak": [2**30, 3 * 2**28]},
@@ -251,6 +252,10 @@ def test_scalars_are_flat_and_hold_no_gaps():
     assert scalars({"state_norm": [1.0, None]}) == {"state_norm/first": 1.0}
     assert scalars({"busy": [0.3, 0.9, 0.2]}) == {"busy/least": 0.2, "busy/most": 0.9}
     assert scalars({"memory": {"peak": [3, 7, 5], "buffers": [0, 0, 0]}}) == {"memory/peak": 7, "memory/buffers": 0}
+    found = {"depth": 5, "truncation": {"1": {"error": 0.15, "cosine": 0.99}}, "change": [None, 0.1], "converged": [None, 0.9]}
+    told = {"equilibrium/error_1": 0.15, "equilibrium/converged": 0.9}
+    assert scalars({"equilibrium": found}) == told
+    assert scalars({"equilibrium": found | {"contraction": 0.8}}) == told | {"equilibrium/contraction": 0.8}
 
 
 # --- console ---------------------------------------------------------------------------------------------------------

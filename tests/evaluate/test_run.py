@@ -1,0 +1,34 @@
+"""A checkpoint's diagnosis is what the run said of itself at that step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from loopscale.cli import main
+
+
+@pytest.fixture
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.ranks
+def test_a_diagnosis_of_a_checkpoint_is_that_of_the_run(mesh, runs, threads_as_before, capsys):
+    runs.train("model", "train.steps=10", "diagnostics.every=10")
+    assert main(["eval", str(runs.path("model")), "--sequences", "4", "--depths", "3", "--batch", "3", "--diagnose"]) == 0
+    written = json.loads(next((runs.path("model") / "evaluations").glob("*.json")).read_text())
+    found, expected = written["equilibrium"], runs.records("model")[-1]["equilibrium"]
+    assert found["depth"] == 3
+    assert found["contraction"] == pytest.approx(expected["contraction"], rel=0.1)  # by twice as many iterations
+    for b, error in expected["truncation"].items():
+        assert found["truncation"][b] == pytest.approx(error, rel=1e-3)
+    assert found["change"][1:] == pytest.approx(expected["change"][1:], rel=1e-3)
+    assert found["converged"][1:] == pytest.approx(expected["converged"][1:], abs=0.02)
+    shown = capsys.readouterr().out
+    assert "equilibrium at depth 3" in shown and f"contraction {found['contraction']:.3f} a visit" in shown
+    assert f"{found['truncation']['1']['error']:.4f}" in shown
