@@ -276,7 +276,7 @@ class _Rank:
         states = 1 + (not self.alone)
         if self.is_home:
             mixes = model.inject not in ("none", "add")
-            states += (model.inject == "ortho") + (mixes and model.between != "none")
+            states += mixes and model.between != "none"
             states -= not mixes and model.inject == "none" and model.between == "none" and self._first_input_is_kept
         else:
             states -= self._first_input_is_kept

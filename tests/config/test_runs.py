@@ -31,11 +31,11 @@ def gib(layout: Layout) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "nodes", "sizes", "microbatch", "accumulation", "peak"),
     [
-        ("fixedpoint-s", 1, "TP 1 × PP 1 × DP 8", 2, 32, 30.9),
-        ("fixedpoint-m", 4, "TP 1 × PP 1 × DP 32", 1, 16, 39.8),
-        ("fixedpoint-m", 1, "TP 1 × PP 1 × DP 8", 1, 64, 40.4),
-        ("fixedpoint-l-1p6b", 8, "TP 2 × PP 1 × DP 32", 1, 16, 47.5),
-        ("fixedpoint-l-1p6b", 4, "TP 2 × PP 1 × DP 16", 1, 32, 48.0),
+        ("fixedpoint-s", 1, "TP 1 × PP 1 × DP 8", 2, 32, 30.0),
+        ("fixedpoint-m", 4, "TP 1 × PP 1 × DP 32", 1, 16, 38.9),
+        ("fixedpoint-m", 1, "TP 1 × PP 1 × DP 8", 1, 64, 39.7),
+        ("fixedpoint-l-1p6b", 8, "TP 2 × PP 1 × DP 32", 1, 16, 46.6),
+        ("fixedpoint-l-1p6b", 4, "TP 2 × PP 1 × DP 16", 1, 32, 47.0),
         ("fixedpoint-l-pln5", 8, "TP 2 × PP 1 × DP 32", 1, 16, 46.6),
         ("fixedpoint-l-fixed5", 8, "TP 2 × PP 1 × DP 32", 1, 16, 31.0),
         ("fixedpoint-l-learned", 8, "TP 2 × PP 1 × DP 32", 1, 16, 46.6),
@@ -51,12 +51,12 @@ def test_a_layout_settles_and_fits_nodes_of_eight(name, nodes, sizes, microbatch
 def test_a_replica_of_the_large_run_on_each_gpu_needs_an_h200():
     layout = Layout.of(run("fixedpoint-l-1p6b", "parallel.tensor=1", "parallel.sequence_parallel=false"), 4, 8)
     assert layout.sizes() == "TP 1 × PP 1 × DP 32"
-    assert gib(layout) == pytest.approx([94.4], abs=0.5)
+    assert gib(layout) == pytest.approx([92.5], abs=0.5)
 
 
 @pytest.mark.parametrize(
     ("stages", "nodes", "idle", "peaks"),
-    [(2, 8, [0.0, 0.38], [103, 70]), (3, 6, [0.45, 0.11, 0.11], [67, 162, 158])],
+    [(2, 8, [0.0, 0.38], [100, 70]), (3, 6, [0.45, 0.11, 0.11], [58, 162, 158])],
 )
 def test_why_the_large_run_has_no_pipeline(stages, nodes, idle, peaks):
     one_a_stage = ("parallel.tensor=1", "parallel.sequence_parallel=false", f"parallel.pipeline={stages}")
