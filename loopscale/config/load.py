@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from loopscale.config.frozen import law_of_run
 from loopscale.config.tree import Section
 from loopscale.errors import ConfigError, Problem, UsageError
 
@@ -94,6 +95,7 @@ def load(tree: type[Tree], path: str | Path, overrides: Sequence[str] = ()) -> L
             for shadowed in [k for k in values if k[: len(key)] == key or key[: len(k)] == k]:
                 del values[shadowed], origins[shadowed]
             values[key], origins[key] = value, layer
+    _take_frozen_law(values, problems)
     return _validate(tree, values, origins, problems, source)
 
 
@@ -101,6 +103,17 @@ def from_values(tree: type[Tree], content: Mapping[str, Any], source: str = "con
     """As :func:`load`, from a nested mapping."""
     values = dict(_flatten(content))
     return _validate(tree, values, dict.fromkeys(values, source), [], source)
+
+
+def _take_frozen_law(values: dict[Key, Any], problems: list[Problem]) -> None:
+    """Numbers in the place of a run's folder: what a run is must not change with another run."""
+    key = ("depth", "table")
+    if isinstance(folder := values.get(key), str):
+        try:
+            values[key] = law_of_run(Path(folder))
+        except (ValueError, OSError) as error:
+            problems.append(Problem("depth.table", f"is {folder!r}; {error}; give a run's folder, or a list of probabilities"))
+            del values[key]
 
 
 def _layers(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -164,7 +164,8 @@ class DepthConfig(Section):
     cap: Annotated[int, Field(ge=1, le=1024)] = 64
     """Largest R that may be drawn."""
     table: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
-    """Probabilities of R = 1, 2, … for `prior: table`; they are divided by their sum."""
+    """Probabilities of R = 1, 2, … for `prior: table`; they are divided by their sum. A run's folder, as runs/NAME, stands for
+    the law that it ended with: so a learned law is frozen for another run."""
     curriculum: Annotated[float, Field(ge=1)] | None = None
     """Mean to begin with; it moves linearly to `mean` over `curriculum_share` of the steps."""
     curriculum_share: Fraction = 0.25

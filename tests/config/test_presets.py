@@ -216,6 +216,7 @@ WRONG = {
     "a law without its table": ("depth: {prior: table}", "depth.table", "must be given for prior table"),
     "a table without its law": ("depth: {table: [0.5, 0.5]}", "depth.table", "would not be read under prior pln; use prior table"),
     "a table beyond the cap": ("depth: {prior: table, table: [1, 1, 1], cap: 2, mean: 2}", "depth.table", "has 3 entries, above depth.cap 2"),
+    "the law of a run that is not there": ("depth: {prior: table, table: runs/nobody}", "depth.table", "is 'runs/nobody'; runs/nobody is no run folder: it has no metrics.jsonl"),
     "a table of nothing": ("depth: {prior: table, table: [0, 0]}", "depth.table", "holds no probability above 0"),
     "a curriculum of a fixed depth": (
         "depth: {prior: fixed, curriculum: 2}", "depth.curriculum", "use prior poisson, lognormal_poisson or pln, or depth.curriculum=null",

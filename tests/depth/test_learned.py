@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from loopscale.config import Config, load
 from loopscale.config.tree import DepthConfig, ParallelConfig
 from loopscale.depth import GroupSums, draw_depths, make_law, make_prior
 from loopscale.depth.learned import LearnedLaw, Moving, Signal, softmax
@@ -268,6 +269,19 @@ def test_the_log_shows_the_law_that_comes_next(runs):
     p = softmax(learned(runs, "shown"))
     assert last["probabilities"] == pytest.approx(p, abs=1e-6)
     assert last["entropy"] == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-6) and last["feedback_snr"] >= 0
+
+
+@pytest.mark.ranks
+def test_a_learned_law_is_frozen_for_another_run_which_keeps_it_for_itself(runs):
+    runs.train("source", "depth.prior=learned", "depth.burn_in=4", "depth.lr=0.05")
+    table = f"depth.table={runs.path('source')}"
+    runs.train("frozen", "depth.prior=table", table)
+    p = softmax(learned(runs, "source"))
+    for record in runs.records("frozen"):
+        assert record["prior"]["probabilities"] == pytest.approx(p, abs=1e-5)
+    shutil.rmtree(runs.path("source"))
+    kept = load(Config, runs.path("frozen") / "config.yaml").config.depth.table
+    assert kept == pytest.approx(p, abs=1e-5)
 
 
 def learned(runs, name: str) -> list[float]:
