@@ -13,6 +13,10 @@ import plotly.graph_objects as go
 from loopscale.report import findings
 from loopscale.report.panel import Panel, empty_figure, log_ticks, mode
 from loopscale.report.run import Run
+from loopscale.report.statistics import mean_law, total_variation
+
+MOVED = 0.02
+"""Total variation by which a law must end away from where it began to be shown as one that moved."""
 
 
 def panels(run: Run) -> list[Panel]:
@@ -95,19 +99,23 @@ def perplexity(run: Run) -> Panel:
 
 
 def depths(run: Run) -> Panel:
-    """Drawn depths against the prior's law."""
+    """Drawn depths against the prior's law; one that moved is shown by its mean over the run, and as it ended."""
     draws = Counter(depth for record in run.records for depth in record.get("depths") or [])
-    pmf: list[float] = run.about("prior").get("pmf") or []
+    begin: list[float] = run.about("prior").get("pmf") or []
+    laws = [law for record in run.records if (law := (record.get("prior") or {}).get("probabilities"))]
+    moved = bool(laws) and total_variation(laws[0], laws[-1]) > MOVED
+    pmf = mean_law([begin, *laws[:-1]]) if moved and begin else begin  # a record has the law of the step after it
     title = findings.depth_finding(draws, pmf)
     if not draws:
         return Panel("depths", title, "Appears with the first logged step.", [], None)
     # A law with a long tail (cap 64) is shown as far as a draw or one in a thousand reaches.
-    likely = [depth for depth, share in enumerate(pmf, 1) if share >= 1e-3]
+    likely = [depth for law in (pmf, *laws[-1:]) for depth, share in enumerate(law, 1) if share >= 1e-3]
     shown = range(1, max([*draws, *likely]) + 1)
     count = sum(draws.values())
+    curves = ({"prior": pmf} if pmf else {}) | ({"prior_at_end": laws[-1]} if moved else {})
     rows = [
         {"depth": depth, "draws": draws[depth], "share": draws[depth] / count}
-        | ({"prior": pmf[depth - 1] if depth <= len(pmf) else 0.0} if pmf else {})
+        | {name: law[depth - 1] if depth <= len(law) else 0.0 for name, law in curves.items()}
         for depth in shown
     ]
     figure = empty_figure("depth R (loops)", "share of draws", loops=shown[-1])
@@ -119,13 +127,14 @@ def depths(run: Run) -> Panel:
         meta="first",
         hovertemplate="%{y:.1%} (%{customdata} draws)",
     )
-    if pmf:
-        name = f"prior {run.about('prior').get('name', '')}".strip()
-        prior = [row["prior"] for row in rows]
+    called = f"prior {run.about('prior').get('name', '')}".strip()
+    names = {"prior": f"{called}, mean over the run" if moved else called, "prior_at_end": f"{called} at the end"}
+    for curve, role in zip(curves, ("second", "late"), strict=False):
         # Steps, not slopes: a law over whole numbers has nothing in between.
         figure.add_scatter(
-            x=list(shown), y=prior, name=name, meta="second", mode="lines", line_shape="hvh", hovertemplate="%{y:.1%}"
-        )
+            x=list(shown), y=[row[curve] for row in rows], name=names[curve], meta=role, mode="lines", line_shape="hvh",
+            hovertemplate="%{y:.1%}",
+        )  # fmt: skip
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     return Panel("depths", title, "One draw per depth group, at logged steps only.", rows, figure)
 

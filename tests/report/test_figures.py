@@ -6,6 +6,8 @@ import csv
 import io
 import math
 
+import pytest
+
 from loopscale.report import figures
 from loopscale.report.run import read_run
 from tests.report import run_folder
@@ -101,3 +103,22 @@ def test_values_that_are_not_finite_are_gaps(tmp_path):
     assert drawn[0].title == "No finite loss has been logged" and drawn[0].figure is None
     assert drawn[1].title == "Perplexity is 100 at depth 2, the only depth evaluated"
     assert "nan" not in "".join(panel.csv() for panel in drawn) and "inf" not in "".join(panel.csv() for panel in drawn)
+
+
+def test_a_law_that_moved_is_shown_by_its_mean_over_the_run_and_as_it_ended(tmp_path):
+    """A record has the law of the step after it, so the last is that of no draw."""
+    laws = [[0.4, 0.6], [0.2, 0.8], [0.0, 0.5, 0.5]]
+    records = [
+        run_folder.record(10 * n, 8.0, depths=[1, 2], prior={"mean": 1.5, "entropy": 0.7, "probabilities": law})
+        for n, law in enumerate(laws, 1)
+    ]
+    manifest = run_folder.manifest(prior={"name": "learned", "pmf": [0.6, 0.4], "mean": 1.4})
+    panel = figures.depths(read_run(run_folder.write(tmp_path, records, manifest=manifest)))
+    assert [row["prior"] for row in panel.rows] == pytest.approx([0.4, 0.6, 0.0])
+    assert [row["prior_at_end"] for row in panel.rows] == [0.0, 0.5, 0.5]
+    assert [trace.name for trace in panel.figure.data] == [
+        "drawn",
+        "prior learned, mean over the run",
+        "prior learned at the end",
+    ]
+    assert panel.title == "The 6 logged depths average 1.5, in line with the prior's mean of 1.6"
