@@ -219,7 +219,8 @@ def replayed(mesh: Mesh, steps: int, corrupted: int | None) -> list[str]:
         depths = draw_depths(follower.at(0.0), 1, number, 4)
         shares = [[round(source.uniform(2, 6) * 2**20) / 2**20 for _ in range(4)] for _ in range(4)]  # by group, by quarter
         own = range(mesh.data_rank, 4, mesh.data_size) if mesh.reads else ()
-        sums = sum_over_ranks(torch.tensor([sum(shares[group][quarter] for quarter in own) for group in range(4)]).double())
+        told = [sum(shares[group][quarter] for quarter in own) for group in range(4)]
+        sums = sum_over_ranks(torch.tensor(told, dtype=torch.float64))
         follower.update([GroupSums(depth, 64 * float(total), 256) for depth, total in zip(depths, sums, strict=True)])
         digests.append(follower.digest())
     if mesh.rank == corrupted:

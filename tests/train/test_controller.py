@@ -37,6 +37,9 @@ class Drift:
         for group in groups:
             self.weights[group.depth - 1] += group.loss / group.tokens
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def state(self) -> dict[str, list[float]]:
         return {"weights": list(self.weights)}
 
