@@ -12,16 +12,16 @@ from loopscale.report.study import Arm, Member, Pick, StudyResults, law_at, law_
 from loopscale.report.study_figures import final_perplexities
 from loopscale.report.study_findings import measured
 
-ONE_SEED = " (one seed: no error)"
+OVER_SEEDS = "mean ± standard error over seeds (one seed alone has none)"
 
 
 def sections(study: StudyResults) -> Iterator[str]:
     """The sections as HTML, in their order on the page."""
-    yield section("Held-out perplexity at the end, mean ± standard error over seeds", _perplexities(study), wide=True)
+    yield section(f"Held-out perplexity at the end, {OVER_SEEDS}", _perplexities(study), wide=True)
     if len(study.arms) > 1:
-        title = f"Held-out loss at the end minus that of {study.reference.name}, in nats: mean ± standard error, paired by seed"
+        title = f"Held-out loss at the end minus that of {study.reference.name}, in nats, paired by seed: {OVER_SEEDS}"
         yield section(title, _differences(study), wide=True)
-    yield section("Law at the end, mean ± standard error over seeds", _laws(study), wide=True)
+    yield section(f"Law at the end, {OVER_SEEDS}", _laws(study), wide=True)
     yield section("What each arm changes", _changes(study), wide=True)
     yield section("Runs", _runs(study), wide=True)
     yield section("Environment of the finished runs", pairs(_environment(study)), wide=True)
@@ -55,8 +55,8 @@ def _cell(value: Estimate | None, seeds: int, signed: bool = False) -> str:
     """An estimate, and its seeds where they are not those of its row: a loss was not finite."""
     if value is None:
         return "–"
-    text = measured(value, signed) + (ONE_SEED if value.n == 1 else "")
-    return text if value.n in (1, seeds) else f"{text} ({value.n} seeds)"
+    text = measured(value, signed)
+    return text if value.n == seeds else f"{text} ({value.n} seed{'s' * (value.n > 1)})"
 
 
 def _laws(study: StudyResults) -> str:
