@@ -308,6 +308,9 @@ def _train_study(options: argparse.Namespace) -> int:
     if wrong := [name for name in ("resume", "init", "print_config", "profile") if getattr(options, name)]:
         raise UsageError(f"--{wrong[0].replace('_', '-')} is for a single run, and --study goes on with all of its own")
     study = load_study(options.study, _given(options))
+    from loopscale.cluster.local import Asked
+
+    asked = Asked()  # before imports that take seconds
     from loopscale.cluster.local_study import Room, check_same, describe, run_study
 
     room = Room.here(study, options.at_once)
@@ -315,7 +318,7 @@ def _train_study(options: argparse.Namespace) -> int:
         check_same(study)
         print(describe(study, room))
         return 0
-    return run_study(study, room)
+    return run_study(study, room, asked)
 
 
 def _given(options: argparse.Namespace) -> list[str]:

@@ -16,10 +16,14 @@ from typing import Any, BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write; it takes the name ``path``, on disk to its last byte, when the block ends without an error."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with partial.open("wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk is told without a name
     os.replace(partial, path)
 
 

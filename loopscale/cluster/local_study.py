@@ -17,10 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from loopscale.cluster.local import Asked
 from loopscale.config import Config, load
-from loopscale.config.show import differences
 from loopscale.config.study import Study, StudyRun
-from loopscale.errors import UsageError
-from loopscale.train.folder import QUIET
+from loopscale.errors import LoopscaleError, UsageError
 from loopscale.train.journal import last_record, read_lines
 from loopscale.train.signals import INTERRUPTED
 
@@ -92,11 +90,14 @@ def check_same(study: Study) -> None:
         path = folder_of(study, run) / "config.yaml"
         if not path.exists():
             continue
-        now = run.loaded.config.model_dump(mode="json")
-        found = differences(load(Config, path).config.model_dump(mode="json"), now)
-        settled = {"model.vocab_size"} if run.loaded.config.model.vocab_size is None else set()
-        told = [f"{key} {old}, not {new}" for key, old, new in found if not key.startswith(QUIET) and key not in settled]
-        if told:
+        try:
+            trained = load(Config, path).config
+        except LoopscaleError as error:
+            raise UsageError(
+                f"{path} cannot be read ({str(error).splitlines()[-1].strip()}): put the one of a checkpoint beside it in its "
+                f"place, or remove that folder to train the run again"
+            ) from None
+        if told := run.differences(trained.model_dump(mode="json")):
             raise UsageError(
                 f"{path.parent} was trained with {'; '.join(told[:4])}: remove that folder to train it again, or give the study "
                 f"another place with run.folder=…"
@@ -114,11 +115,11 @@ def describe(study: Study, room: Room) -> str:
     return "\n".join([f"{study.name}: {missing} of {len(study.runs)} runs to train, {room.at_once} at once", *rows])
 
 
-def run_study(study: Study, room: Room) -> int:
-    """Trains what is missing; a run that fails is told, and the others go on. Ctrl-C asks all to save and stop, and the same
+def run_study(study: Study, room: Room, asked: Asked) -> int:
+    """Trains what is missing; a run that fails is told, and the others go on. When ``asked`` to stop all save, and the same
     command goes on later. Returns 0 when all runs are finished, 1 when one failed, 75 when they were stopped."""
     check_same(study)
-    asked, shown = Asked(), _Shown(study)
+    shown = _Shown(study)
     waiting = [run for run in study.runs if not is_finished(study, run)]
     running, failed, stopped = list[Running](), list[str](), False
     shown.say(f"{study.name}: {len(waiting)} of {len(study.runs)} runs to train, {room.at_once} at once, in {study.folder}")
@@ -128,7 +129,7 @@ def run_study(study: Study, room: Room) -> int:
                 running.remove(one)
                 asked.ranks.remove(one.process)
                 code = one.process.returncode
-                if code and _is_taken(study, one.run):
+                if code and (_is_taken(study, one.run) or is_finished(study, one.run)):  # another process was faster
                     waiting.append(one.run)
                 elif code in (0, INTERRUPTED):
                     stopped = stopped or code == INTERRUPTED
@@ -137,6 +138,7 @@ def run_study(study: Study, room: Room) -> int:
                     failed.append(one.run.name)
                     shown.ended(one, "failed", f": {_last_line(one.log) or f'exit code {code}'} (log: {one.log})")
             if not asked.to_stop and len(running) < room.at_once:
+                waiting = [run for run in waiting if not is_finished(study, run)]
                 taken = [run for run in waiting if _is_taken(study, run)]
                 if free := next((run for run in waiting if run not in taken), None):
                     waiting.remove(free)
@@ -144,7 +146,6 @@ def run_study(study: Study, room: Room) -> int:
                     running.append(_start(study, free, room, slot))
                     asked.ranks.append(running[-1].process)
                     shown.started(free)
-                waiting = [run for run in waiting if run not in taken or not is_finished(study, run)]
             shown.look()
             time.sleep(POLL)
     if failed:

@@ -63,6 +63,15 @@ def _scalar(value: Any) -> str:
     return yaml.safe_dump(plain, default_flow_style=True, width=10**9, allow_unicode=True).split("\n")[0]
 
 
+FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed")
+"""What a resumed run keeps: what it is, and what it reads next."""
+QUIET = (
+    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "train.max_time",
+    "train.grace", "train.stuck_after", "parallel.", "checkpoint.", "diagnostics.",
+)  # fmt: skip
+"""What may change without changing the run."""
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted key, value before, value now) of two configuration trees as plain values."""
     found = []

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from loopscale.config.load import Loaded, load
+from loopscale.config.show import QUIET, differences
 from loopscale.config.tree import Config, NonNegativeInt, Section
 from loopscale.errors import ConfigError, Problem
 
@@ -54,6 +55,12 @@ class StudyRun:
     def name(self) -> str:
         return f"{self.arm}-s{self.seed}"
 
+    def differences(self, trained: Mapping[str, Any]) -> list[str]:
+        """How a configuration that was trained, as plain values, differs from this run's in what makes a run."""
+        found = differences(trained, self.loaded.config.model_dump(mode="json"))
+        settled = {"model.vocab_size"} if self.loaded.config.model.vocab_size is None else set()  # by the corpus, at its start
+        return [f"{key} {old}, not {new}" for key, old, new in found if not key.startswith(QUIET) and key not in settled]
+
 
 @dataclass(frozen=True)
 class Study:
@@ -71,8 +78,11 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     names = [f"{arm.name}-s{seed}" for seed in study.seeds for arm in study.arms]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(str(path), [Problem("arms", f"two runs are called {twice[0]}: an arm or a seed stands there twice")])
-    if fixed := [o for o in overrides if o.startswith(("run.name=", "run.seed="))]:
+    given = [*study.set, *overrides, *(o for arm in study.arms for o in arm.set)]
+    if fixed := [o for o in given if o.startswith(("run.name=", "run.seed="))]:
         raise ConfigError(str(path), [Problem(fixed[0].partition("=")[0], "is the study's to give, by its arms and seeds")])
+    if any(o.startswith("run.folder=") for arm in study.arms for o in arm.set):
+        raise ConfigError(str(path), [Problem("run.folder", "is one for all arms; give it in the study's own set")])
     base = Path(os.path.normpath(path.parent / study.config))
     folder = Path(load(Config, base, [*study.set, *overrides]).config.run.folder) / path.stem
     runs = []

@@ -183,7 +183,7 @@ class DepthConfig(Section):
     """`learned`: what a group's feedback is compared with: the moving mean of all steps, as in Paper B; or the mean of the
     step's other groups, which takes out what a step's groups have in common (their stage of training, its weights), but is
     noisy with few of them: off by default, worth it with eight groups or more."""
-    lr: PositiveFloat = 1e-3
+    lr: Annotated[float, Field(gt=0, le=100)] = 1e-3
     """`learned`: learning rate of its logits."""
     burn_in: NonNegativeInt = 32
     """`learned`: steps that are only watched before the law moves."""

@@ -11,11 +11,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from loopscale.config.tree import DepthConfig
 from loopscale.depth.controller import GroupSums
 from loopscale.depth.priors import Prior, pln
+from loopscale.errors import CheckpointError, UsageError
 
 DECAY = 0.95
 """Of the moving means and variances."""
@@ -27,6 +30,10 @@ LEAST = 1e-12
 """Standard deviations are taken to be no smaller."""
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
 @dataclass
 class Moving:
     """Exponential mean and variance of a quantity that a step observes several times, with weights.
@@ -34,9 +41,9 @@ class Moving:
     v ← 0.95 v + 0.05 v_within + 0.95 · 0.05 (obs − mean)², mean ← 0.95 mean + 0.05 obs; the first step sets both.
     """
 
-    mean: float = 0.0
-    variance: float = 0.0
-    steps: int = 0
+    mean: Finite = 0.0
+    variance: Finite = 0.0
+    steps: Count = 0
 
     def add(self, values: Sequence[float], weights: Sequence[float]) -> None:
         """One step's ``values``; ``weights`` add up to 1."""
@@ -59,9 +66,9 @@ class Moving:
 class Signal:
     """How much of a gradient estimate is signal, from moving means of it and of its squared norm, decay d = 0.99."""
 
-    mean: list[float]
-    square: float = 0.0
-    steps: int = 0
+    mean: list[Finite]
+    square: Finite = 0.0
+    steps: Count = 0
 
     def add(self, gradient: Sequence[float]) -> None:
         self.mean = [SIGNAL_DECAY * m + (1 - SIGNAL_DECAY) * g for m, g in zip(self.mean, gradient, strict=True)]
@@ -82,6 +89,19 @@ class Signal:
         k = (1 - SIGNAL_DECAY) / (1 + SIGNAL_DECAY) * (1 + left) / (1 - left)
         noise = (square - of_mean) / (1 - k)
         return max(of_mean - k * noise, 0.0) / noise if noise > 0 else None
+
+
+@dataclass
+class LearnedState:
+    """What a checkpoint has of a law."""
+
+    logits: list[Finite]
+    first: list[Finite]
+    second: list[Finite]
+    updates: Count
+    loss: Moving
+    score: Moving
+    signal: Signal
 
 
 class LearnedLaw:
@@ -170,17 +190,27 @@ class LearnedLaw:
         return {} if snr is None else {"feedback_snr": snr}
 
     def state(self) -> dict[str, Any]:
-        return {
-            "logits": list(self.logits), "first": list(self._first), "second": list(self._second), "updates": self._updates,
-            "loss": asdict(self._loss), "score": asdict(self._score), "signal": asdict(self._signal),
-        }  # fmt: skip
+        return asdict(LearnedState(self.logits, self._first, self._second, self._updates, self._loss, self._score, self._signal))
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """An empty state, of a run whose law was another one, leaves the law where it begins."""
-        if state:
-            self.logits, self._first, self._second = (list(state[key]) for key in ("logits", "first", "second"))
-            self._updates = state["updates"]
-            self._loss, self._score, self._signal = Moving(**state["loss"]), Moving(**state["score"]), Signal(**state["signal"])
+        """An empty state, of a run whose law was another one, leaves the law where it begins. Raises :class:`UsageError` for one
+        over other depths, :class:`CheckpointError` for what is no state."""
+        if not state:
+            return
+        try:
+            own = TypeAdapter(LearnedState).validate_python(state)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"the checkpoint's law is damaged: {place} is {first['input']!r:.60}: {first['msg']}") from None
+        depths = {len(own.logits), len(own.first), len(own.second), len(own.signal.mean)}
+        if depths != {self.config.cap}:
+            raise UsageError(
+                f"the law was learned over depths up to {len(own.logits)}, and depth.cap is {self.config.cap}; a learned law "
+                f"keeps its cap: use depth.cap={len(own.logits)}"
+            )
+        self.logits, self._first, self._second, self._updates = own.logits, own.first, own.second, own.updates
+        self._loss, self._score, self._signal = own.loss, own.score, own.signal
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.config.model_dump(mode="json"), self.state()]).encode()).hexdigest()

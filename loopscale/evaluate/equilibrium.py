@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,6 +53,8 @@ class Equilibrium:
 
     def in_words(self) -> str:
         """One line."""
+        if not math.isfinite(self.contraction or 0.0) or not all(math.isfinite(e.error) for e in self.truncation.values()):
+            return "cannot be told: states or gradients are not finite"
         parts = [] if self.contraction is None else [f"contraction {self.contraction:.2f}"]
         if self.truncation:
             parts.append("gradient error " + ", ".join(f"b={b} {found.error:.2g}" for b, found in self.truncation.items()))

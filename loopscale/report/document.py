@@ -14,15 +14,19 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
+from loopscale.durable import replacing
+from loopscale.errors import UsageError
 from loopscale.report.panel import Panel
 
 
 def write(path: Path, page: str) -> Path:
-    """Write a page; returns its path."""
-    # Renamed into place: someone may have the page of a running training open.
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    """Write a page; returns its path. Raises :class:`UsageError` where no file can have it."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is {'a folder' if path.is_dir() else 'no plain file'}; name a file for the page, as page.html")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} is in no folder that exists; make {path.parent}, or name another")
+    with replacing(path) as file:  # someone may have the page of a running training open
+        file.write(page.encode())
     return path
 
 

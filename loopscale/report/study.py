@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loopscale.config.load import load
+from loopscale.config.load import from_values, load
 from loopscale.config.study import StudyConfig, StudyRun, load_study
 from loopscale.config.tree import Config
-from loopscale.errors import UsageError
+from loopscale.errors import LoopscaleError, UsageError
 from loopscale.report.run import Entry, Run, read_run
 from loopscale.report.statistics import Estimate, estimate, mean_law
-
-COMPARED = ("model", "depth", "objective", "batch", "optimizer")
-"""Sections of a config that make a run another experiment."""
 
 Pick = Callable[[Entry], float | None]
 """One value of a record."""
@@ -31,28 +28,20 @@ class Member:
     config: Config
     run: Run | None
     """None when it has not begun."""
+    differences: tuple[str, ...] = ()
+    """Between what was trained and what the study's file gives now."""
 
     @property
     def finished(self) -> bool:
-        return self._step() == self.config.train.steps
+        return not self.differences and self._step() == self.config.train.steps
 
     @property
     def state(self) -> str:
         if self.run is None:
             return "missing"
+        if self.differences:
+            return f"trained with {'; '.join(self.differences[:3])}"
         return "finished" if self.finished else f"step {self._step():,} of {self.config.train.steps:,}"
-
-    def other_settings(self) -> list[str]:
-        """Keys that the run was trained with at other values than the study's file gives now."""
-        trained = self.run.config if self.run else {}
-        given = self.config.model_dump(mode="json", include=set(COMPARED))
-        return [
-            f"{section}.{key}"
-            for section, values in given.items()
-            for key, value in values.items()
-            # What the study leaves open is filled in when a run begins.
-            if value is not None and key in (trained.get(section) or {}) and trained[section][key] != value
-        ]
 
     def _step(self) -> int:
         return self.run.records[-1]["step"] if self.run and self.run.records else 0
@@ -152,8 +141,21 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> StudyResults:
 
 
 def _member(folder: Path, run: StudyRun) -> Member:
-    begun = (folder / run.name / "metrics.jsonl").is_file()
-    return Member(run.arm, run.seed, run.name, run.loaded.config, read_run(folder / run.name) if begun else None)
+    known = (run.arm, run.seed, run.name, run.loaded.config)
+    if not (folder / run.name / "metrics.jsonl").is_file():
+        return Member(*known, None)
+    begun = read_run(folder / run.name)
+    return Member(*known, begun, _differences(run, begun.config))
+
+
+def _differences(run: StudyRun, trained: Entry) -> tuple[str, ...]:
+    """Of a run whose configuration is still there; what an older version did not write has its default."""
+    if not trained:
+        return ()
+    try:
+        return tuple(run.differences(from_values(Config, trained).config.model_dump(mode="json")))
+    except LoopscaleError:
+        return ("a configuration that this version does not read",)
 
 
 # --- values of a record ----------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def validation_loss(record: Entry, depth: int) -> float | None:
 def law(record: Entry) -> list[float]:
     """Probabilities of R = 1, 2, … in the next step's draw; empty in the records of older runs."""
     probabilities: list[float] = (record.get("prior") or {}).get("probabilities") or []
-    return probabilities
+    return [] if None in probabilities else probabilities
 
 
 def law_mean(record: Entry) -> float | None:

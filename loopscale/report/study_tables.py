@@ -86,8 +86,6 @@ def _course(member: Member) -> list[str]:
     notes = [] if member.finished else ["left out"]
     if last.get("skipped"):
         notes.append(f"{last['skipped']} steps skipped")
-    if other := member.other_settings():
-        notes.append(f"trained with other values than the study now gives: {', '.join(other)}")
     tokens = f"{last['tokens']:,}" if last.get("tokens") else ""
     time = str(timedelta(seconds=round(last["elapsed"]))) if last.get("elapsed") is not None else ""
     return [member.state, tokens, time, "; ".join(notes)]

@@ -9,14 +9,15 @@ checkpoints/step-N/  checkpoints/best  evaluations/  report.html
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from loopscale.checkpoint.commit import MANIFEST, Storage
 from loopscale.checkpoint.restore import storage_of
 from loopscale.config import Config
 from loopscale.config.tree import Section
+from loopscale.durable import replacing, write_json
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.parallel.mesh import on_main
 from loopscale.train.journal import last_saved
@@ -125,17 +127,28 @@ def claim(folder: Path) -> TextIO:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locked(file):
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
         raise UsageError(f"{folder} is being trained by {owner}; stop it first, or give another run.name") from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with contextlib.suppress(OSError):  # a full disk; who holds it is a courtesy
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     return file
+
+
+def _locked(file: TextIO, tries: int = 5) -> bool:
+    """Takes the lock; whoever only looks whether it is free has it for an instant."""
+    for left in reversed(range(tries)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1 if left else 0)
+        else:
+            return True
+    return False
 
 
 def drop_empty(folder: Path) -> None:
@@ -153,7 +166,8 @@ def set_aside_later(storage: Storage, step: int) -> list[str]:
 def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Mapping[str, Any]) -> None:
     """Writes config, manifest and a snapshot of the code that runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_text(config))
+    with replacing(folder / "config.yaml") as file:
+        file.write(config_text(config).encode())
     manifest = {
         "name": folder.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -169,7 +183,7 @@ def describe(folder: Path, config: Config, origins: Mapping[str, str], facts: Ma
         "origins": dict(origins),
         **facts,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    write_json(folder / "manifest.json", manifest)
     snapshot(folder)
 
 
@@ -179,15 +193,6 @@ def snapshot(folder: Path) -> None:
     if package.parent.resolve() != code.resolve():
         shutil.rmtree(code, ignore_errors=True)
         shutil.copytree(package, code / "loopscale", ignore=shutil.ignore_patterns("__pycache__"))
-
-
-FIXED = ("model.", "corpus.sequence_length", "corpus.shuffle_block", "run.seed")
-"""What a resumed run keeps: what it is, and what it reads next."""
-QUIET = (
-    "run.", "log.", "corpus.path", "corpus.cache", "corpus.workers", "corpus.accept_change", "train.threads", "train.max_time",
-    "train.grace", "train.stuck_after", "parallel.", "checkpoint.",
-)  # fmt: skip
-"""What may change without changing the run."""
 
 
 def config_text(config: Section) -> str:

@@ -30,5 +30,9 @@ def last_record(run: Path, tail: int = 1 << 16) -> dict[str, Any]:
         return {}
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - tail, 0))
-        whole = [line for line in file.read().split(b"\n") if line.startswith(b"{") and line.endswith(b"}")]
-    return json.loads(whole[-1]) if whole else {}
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # cut off, by the reading here or by a kill
+            if isinstance(entry := json.loads(line), dict):
+                return entry
+    return {}

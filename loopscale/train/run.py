@@ -186,7 +186,7 @@ class Run:
                 step = self.progress.step + 1
                 last = step == config.train.steps
                 validated = last or _due(step, config.validation.every)
-                diagnosed = _due(step, config.diagnostics.every)
+                diagnosed = _due(step, config.diagnostics.every) and config.depth.deepest > 1
                 logged = validated or diagnosed or _due(step, config.log.every)
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
                 observe = meter.observe if meter is not None and self.mesh.sees_tokens else None

@@ -16,13 +16,12 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.parts import Piece, read_index
 from loopscale.checkpoint.restore import pieces
 from loopscale.config import Config
-from loopscale.config.show import differences
+from loopscale.config.show import FIXED, QUIET, differences
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.stage import LoopedStage
 from loopscale.model.weights import Holder
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.parallel.zero import ZeroOptimizer
-from loopscale.train import folder as folders
 from loopscale.train.spikes import StepLosses
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
@@ -147,10 +146,10 @@ def changes(checkpoint: Path, config: Config, fingerprint: str, global_batch: in
         )
     differing = differences(store.load_config(checkpoint), config.model_dump(mode="json"))
     found = [d for d in differing if d[0] != "batch.global_batch"]  # what counts is the settled size
-    kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(folders.FIXED)]
+    kept = [f"{key} {old}, the configuration says {new}" for key, old, new in found if key.startswith(FIXED)]
     if kept:
         raise UsageError(f"{checkpoint} was trained with {'; '.join(kept[:4])}; a resumed run keeps it")
-    told = [f"{key} was {old}, is now {new}" for key, old, new in found if not key.startswith(folders.QUIET)]
+    told = [f"{key} was {old}, is now {new}" for key, old, new in found if not key.startswith(QUIET)]
     if state.global_batch != global_batch:
         step, steps, consumed = state.step, config.train.steps, state.consumed
         whole = consumed + (steps - step) * global_batch

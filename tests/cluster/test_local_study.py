@@ -158,3 +158,28 @@ def test_a_dry_run_shows_how_the_runs_stand(runs, study):
     first, low, high = describe(load_study(study), Room(2, 1)).splitlines()
     assert first == "rates: 1 of 2 runs to train, 2 at once"
     assert low.split() == ["low-s1", "finished", "of", "20"] and high.split() == ["high-s1", "at", "step", "7", "of", "20"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_while_libraries_load_it_ends_as_one_that_goes_on_later(runs, study, number):
+    with training(runs, study) as job:
+        process = psutil.Process(job.ranks[0].pid)
+
+        def listens() -> bool:
+            caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+            return bool(int(caught, 16) & 1 << (signal.SIGTERM - 1))
+
+        job.wait(listens, 60)
+        job.ranks[0].send_signal(number)
+        assert job.wait_for_end() == [75], job.all_printed()
+        assert job.last_line(0) == "stopped; the same command goes on"
+    assert not (runs.folder / "runs/rates").exists()
+
+
+def test_a_damaged_configuration_of_a_run_is_told_with_its_remedy(runs, study):
+    folder = runs.path("rates/high-s1")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    with pytest.raises(UsageError, match=r"high-s1/config.yaml cannot be read \(batch.global_batch .*put the one"):
+        check_same(load_study(study))

@@ -217,6 +217,7 @@ WRONG = {
     "a table without its law": ("depth: {table: [0.5, 0.5]}", "depth.table", "would not be read under prior pln; use prior table"),
     "a table beyond the cap": ("depth: {prior: table, table: [1, 1, 1], cap: 2, mean: 2}", "depth.table", "has 3 entries, above depth.cap 2"),
     "the law of a run that is not there": ("depth: {prior: table, table: runs/nobody}", "depth.table", "is 'runs/nobody'; runs/nobody is no run folder: it has no metrics.jsonl"),
+    "a learning rate of nothing that learns": ("depth: {prior: learned, lr: 1e+300}", "depth.lr", "must be a number, above 0, at most 100"),
     "a table of nothing": ("depth: {prior: table, table: [0, 0]}", "depth.table", "holds no probability above 0"),
     "a curriculum of a fixed depth": (
         "depth: {prior: fixed, curriculum: 2}", "depth.curriculum", "use prior poisson, lognormal_poisson or pln, or depth.curriculum=null",

@@ -47,6 +47,9 @@ def test_every_arm_runs_with_every_seed_a_seeds_runs_together(study):
         ("depth.prior=fixed", "depth.prior=fixd", "depth.prior", "did you mean fixed?"),
         ("name: pln-5", "name: a/b", "arms[2].name", "must be text, matching"),
         ("seeds: [1, 2]", "seeds: []", "seeds", "is [], must be a list of"),
+        ("depth.prior=fixed", "run.seed=9", "run.seed", "is the study's to give, by its arms and seeds"),
+        ("set: [train.steps=30]", "set: [run.name=x]", "run.name", "is the study's to give, by its arms and seeds"),
+        ("depth.prior=fixed", "run.folder=x", "run.folder", "is one for all arms; give it in the study's own set"),
         ("seeds: [1, 2]", "seeds: [1, 1]", "arms", "two runs are called fixed-5-s1"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from loopscale.config import Config, load
 from loopscale.config.tree import DepthConfig, ParallelConfig
 from loopscale.depth import GroupSums, draw_depths, make_law, make_prior
 from loopscale.depth.learned import LearnedLaw, Moving, Signal, softmax
+from loopscale.errors import CheckpointError, UsageError
 from loopscale.parallel.mesh import Mesh, sum_over_ranks
 from loopscale.train.step import _same_on_all_ranks
 from tests.ranks import RankError
@@ -288,3 +290,24 @@ def test_a_learned_law_is_frozen_for_another_run_which_keeps_it_for_itself(runs)
 def learned(runs, name: str) -> list[float]:
     state = json.loads((runs.path(name) / "checkpoints/step-20/state.json").read_text())
     return state["law"]["logits"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda state: state.pop("score"), "the checkpoint's law is damaged: score is "),
+        (lambda state: state.update(logits=["a"] * 64), "the checkpoint's law is damaged: logits.0 is 'a'"),
+        (lambda state: state["logits"].__setitem__(3, math.nan), "the checkpoint's law is damaged: logits.3 is nan"),
+        (lambda state: state.update(updates=-1), "the checkpoint's law is damaged: updates is -1"),
+    ],
+)
+def test_a_state_that_is_none_is_told_in_a_sentence(damage, sentence):
+    state = json.loads(json.dumps(law().state()))
+    damage(state)
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        law().load(state)
+
+
+def test_a_law_over_other_depths_is_refused_with_the_cap_that_it_keeps():
+    with pytest.raises(UsageError, match=r"depths up to 8, and depth.cap is 64; a learned law keeps its cap: use depth.cap=8"):
+        law().load(law(cap=8).state())

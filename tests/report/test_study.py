@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from loopscale.cli import main
+from loopscale.config.study import load_study
 from loopscale.errors import UsageError
 from loopscale.report import write_study_report
 from loopscale.report.panel import Panel
 from loopscale.report.study import read_study
 from loopscale.report.study_figures import POINTS, TIMES, panels
-from loopscale.report.study_page import page, summary
+from loopscale.report.study_page import left_out, page, summary
 from tests.report import packed, run_folder, study_folder
 from tests.report.study_folder import BEGIN, END, NATS, SEEDS, STEPS
 from tests.report.test_page import CHECK, Page
@@ -196,12 +197,34 @@ def test_overrides_belong_to_the_study(study, tmp_path):
     assert out.is_file() and not (tmp_path / "runs" / "prior" / "report.html").exists()
 
 
-def test_a_run_of_other_settings_is_noted(study, tmp_path):
-    config = {"model": {"hidden_size": 64, "heads": 4}, "depth": {"mean": 3.0, "prior": "fixed"}, "train": {"threads": 9}}
-    study_folder.write_run(tmp_path, "fixed-3", 1, config=config)
-    told = rows(page(read_study(study)), "Runs")
-    assert told[0][-1] == "trained with other values than the study now gives: model.hidden_size"
-    assert told[1][-1] == ""
+def test_a_run_that_was_trained_otherwise_is_left_out_and_named(study, tmp_path):
+    """What a run is, not what it was run with: threads, layout and folders are not compared."""
+    first, second, *_ = (run.loaded.config.model_dump(mode="json") for run in load_study(study).runs)
+    first["model"]["hidden_size"], second["train"]["threads"] = 64, 9
+    study_folder.write_run(tmp_path, "fixed-3", 1, config=first)
+    study_folder.write_run(tmp_path, "pln-3", 1, config=second)
+    results = read_study(study)
+    (other,) = results.left_out
+    assert (other.name, other.state) == ("fixed-3-s1", "trained with model.hidden_size 64, not 32")
+    assert "fixed-3-s1 (trained with model.hidden_size 64, not 32)" in left_out(results)
+    assert {arm.name: list(arm.runs) for arm in results.arms} == {"fixed-3": [2, 3], "pln-3": [1, 2, 3], "learned": [1, 2, 3]}
+
+
+def test_a_law_that_is_not_finite_is_no_law(study, tmp_path):
+    told = study_folder.records("learned", 1)
+    told[-1]["prior"]["probabilities"] = [math.nan, 1.0]
+    study_folder.write_run(tmp_path, "learned", 1, told)
+    assert rows(page(read_study(study)), "Law at the end")[2][:2] == ["learned", "3"]
+
+
+def test_a_page_goes_where_a_file_can_be(study, tmp_path):
+    for place, sentence in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "no/page.html", "is in no folder that exists; make"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            write_study_report(study, (), place)
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_names_are_escaped_everywhere(tmp_path):

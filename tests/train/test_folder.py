@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import threading
+
 import pytest
 
 from loopscale.config import Config, from_values
 from loopscale.config.show import differences
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.train import folder as folders
+from loopscale.train.journal import last_record
 
 
 def config(tmp_path, name=None) -> Config:
@@ -51,3 +57,33 @@ def test_a_folder_is_held_until_it_is_let_go(tmp_path):
 def test_differences_name_the_dotted_key():
     before, now = {"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"b": 1, "c": [2]}, "e": 3}
     assert differences(before, now) == [("a.c", [1], [2]), ("d", 2, None), ("e", None, 3)]
+
+
+def test_a_lock_that_someone_only_looks_at_is_waited_for(tmp_path):
+    with (tmp_path / ".lock").open("w") as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_EX)
+        threading.Timer(0.15, lambda: fcntl.flock(looked_at, fcntl.LOCK_UN)).start()
+        folders.claim(tmp_path).close()
+        fcntl.flock(looked_at, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="is being trained by"):
+            folders.claim(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_configuration_and_is_told_with_its_path(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("the old one")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)  # there is no full disk that every machine has
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        folders.describe(tmp_path, config(tmp_path), {}, {})
+    assert caught.value.filename == str(tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 15, "los{"step": 15, "loss": 3}\n', '{"step": 7, "loss": 3}}}\n', '{"st', "[]\n"])
+def test_the_last_record_is_the_last_whole_one(tmp_path, tail):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 13, "loss": 4}\n{"step": 14, "loss": 4}\n' + tail)
+    assert last_record(tmp_path) == {"step": 14, "loss": 4}
