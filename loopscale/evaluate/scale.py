@@ -73,30 +73,44 @@ class Scale:
         return " · ".join(parts)
 
     def tables(self) -> list[Table]:
-        """One row per loop; and the losses of states with another scale."""
-        by_loop = Table(
-            title=f"scale by loop, to depth {self.depth}",
-            caption="L2 norms of tokens; radial: |⟨g, h⟩| / (‖g‖ ‖h‖) of the loop's own loss; growth and turn (radians) by the "
-            f"loop, and to first order in 1/norm. Perplexity at depth 1 over depth {self.depth}: {self.gap:.3f}; "
-            f"cosine between tokens: {self.sight.token_correlation:.3f}",
+        """Norms by loop, how the state moves by loop, and the losses of states of another scale; 80 columns suffice."""
+        return [self._norms_table(), self._motion_table(), self._loss_table()]
+
+    def _norms_table(self) -> Table:
+        table = Table(
+            title="norms of tokens by loop (L2)",
+            caption="radial: |⟨g, h⟩| / (‖g‖ ‖h‖), g the gradient of the loop's own loss; next to 0 where it cannot see the norm",
         )
-        for heading in ("loop", "norm", "median", "p99", "max", "std", "radial", "growth", "first order", "turn", "first order"):
-            by_loop.add_column(heading, justify="right")
+        for heading in ("loop", "mean", "median", "p99", "max", "std", "radial"):
+            table.add_column(heading, justify="right")
         norms, fractions = self.norms, self.sight.radial_fractions
-        spreads = zip(norms.mean, norms.median, norms.p99, norms.max, norms.std, strict=True)
-        for i, (spread, motion) in enumerate(zip(spreads, self.sight.motions, strict=True)):
-            numbers = () if motion is None else (motion.growth, motion.growth_predicted, motion.angle, motion.angle_predicted)
+        for i, spread in enumerate(zip(norms.mean, norms.median, norms.p99, norms.max, norms.std, strict=True)):
             radial = "–" if fractions is None else f"{fractions[i]:.1e}"
-            moved = [f"{x:.3g}" for x in numbers] or ["–"] * 4
-            by_loop.add_row(f"{i + 1}", *(f"{x:.4g}" for x in spread), radial, *moved)
-        by_factor = Table(title=f"loss at depth {self.depth} of states of another scale: {self.loss:.4f} as they are")
+            table.add_row(f"{i + 1}", *(f"{x:.3g}" for x in spread), radial)
+        return table
+
+    def _motion_table(self) -> Table:
+        table = Table(
+            title="how a loop moves tokens",
+            caption=f"of norm and direction (radians), predicted to first order in 1/norm; ppl at depth 1 over {self.depth}: "
+            f"{self.gap:.3f}; cosine between tokens at last: {self.sight.token_correlation:.3f}",
+        )
+        for heading in ("loop", "growth", "predicted", "turn", "predicted"):
+            table.add_column(heading, justify="right")
+        for loop, m in enumerate(self.sight.motions, 1):
+            numbers = () if m is None else (m.growth, m.growth_predicted, m.angle, m.angle_predicted)
+            table.add_row(f"{loop}", *([f"{x:.3g}" for x in numbers] or ["–"] * 4))
+        return table
+
+    def _loss_table(self) -> Table:
+        table = Table(title=f"loss at depth {self.depth} by scale of the state")
         for heading in ("state", "loss", "change"):
-            by_factor.add_column(heading, justify="right")
+            table.add_column(heading, justify="right")
         named = {f"× {factor:g}": loss for factor, loss in self.sight.scaled_losses.items()}
         words = {"rms": "at the RMS of loop 1", "radial": "without radial motion"}
         for name, loss in (named | {words[name]: loss for name, loss in (self.clamped or {}).items()}).items():
-            by_factor.add_row(name, f"{loss:.4f}", f"{loss - self.loss:+.4f}")
-        return [by_loop, by_factor]
+            table.add_row(name, f"{loss:.4f}", f"{loss - self.loss:+.4f}")
+        return table
 
 
 def diagnose(stage: LoopedStage, ring: Ring, mesh: Mesh, config: Config, microbatches: Sequence[Inputs]) -> Scale:

@@ -202,10 +202,10 @@ def test_clamped_losses_are_those_of_clamped_visits(mesh):
 # ---- the model at every layout
 
 
-def toy(readout: str, **parallel) -> tuple[Config, Ring, list[Inputs]]:
+def toy(readout: str, coda_layers: int = 0, **parallel) -> tuple[Config, Ring, list[Inputs]]:
     values = {
         "corpus": {"sequence_length": S},
-        "model": {**BARE, **SIZES, "readout": readout},
+        "model": {**BARE, **SIZES, "readout": readout, "coda_layers": coda_layers},
         "objective": {"kind": "per_loop"},
         "depth": {"prior": "fixed", "mean": 4, "backprop": None, "cap": 8},
         "batch": {"global_batch": 4, "microbatch": 1},
@@ -225,9 +225,9 @@ def built(config: Config, ring: Ring, mesh: Mesh):
     return TrainStep(config, settle(config.batch, 1, mesh.data_size), ring, mesh).stage
 
 
-def diagnosed(mesh: Mesh, readout: str, parallel: dict) -> tuple[Scale, bool]:
-    """The scale of a fresh model on three sequences, and whether all gradients are None."""
-    config, ring, inputs = toy(readout, **parallel)
+def diagnosed(mesh: Mesh, parallel: dict) -> tuple[Scale, bool]:
+    """The scale of a fresh model with a coda on three sequences, and whether all gradients are None."""
+    config, ring, inputs = toy("raw", 1, **parallel)
     stage = built(config, ring, mesh)
     found = diagnose(stage, ring, mesh, config, inputs[mesh.data_rank :: mesh.data_size])
     return found, all(p.grad is None for p in stage.parameters())
@@ -245,9 +245,9 @@ def diagnosed(mesh: Mesh, readout: str, parallel: dict) -> tuple[Scale, bool]:
     ids=["TP2", "TP2 with sequence parallelism", "PP2", "DP4 of three sequences"],
 )
 def test_every_layout_sees_the_scale_of_one_process(mesh, ranks, ranks_needed, parallel):
-    expected, _ = diagnosed(mesh, "raw", {})
+    expected, _ = diagnosed(mesh, {})
     assert min(expected.sight.radial_fractions) > 1e-3
-    for found, cleared in ranks.run(diagnosed, ranks_needed, "raw", parallel, parallel=ParallelConfig(**parallel)):
+    for found, cleared in ranks.run(diagnosed, ranks_needed, parallel, parallel=ParallelConfig(**parallel)):
         assert cleared
         assert found.sight.radial_fractions == pytest.approx(expected.sight.radial_fractions, abs=1e-5)
         assert found.sight.token_correlation == pytest.approx(expected.sight.token_correlation, abs=1e-5)

@@ -82,3 +82,18 @@ def test_a_run_warns_and_a_resumed_one_knows(runs):
     assert told == expected
     assert 1 < told[0] < 15
     assert records[-1]["step"] == 20
+
+
+@pytest.mark.ranks
+def test_the_norm_drifts_where_no_loss_sees_it_alone(runs):
+    """Paper A in 24 steps: the same model with a raw readout, or with a penalty, keeps norms several times smaller."""
+    own = [f"model.{key}={value}" for key, value in BLIND.items()]
+    own += ["objective.kind=per_loop", "optimizer.lr=0.03", "depth.prior=fixed", "depth.backprop=null", "diagnostics.every=24"]
+    for name, more in (("blind", []), ("raw", ["model.readout=raw"]), ("penalty", ["objective.norm_penalty=0.01"])):
+        runs.train(name, *own, "train.steps=24", *more)
+    scales = {name: runs.records(name)[-1]["scale"] for name in ("blind", "raw", "penalty")}
+    norms = {name: scale["norms"]["mean"][-1] for name, scale in scales.items()}
+    assert norms["blind"] > 4 * max(norms["raw"], norms["penalty"])
+    assert max(scales["blind"]["radial_fraction"]) < 1e-6 and min(scales["raw"]["radial_fraction"]) > 1e-3
+    told = {name: any("blind spot" in e["message"] for e in runs.journal(name)) for name in scales}
+    assert told == {"blind": True, "raw": False, "penalty": False}
