@@ -133,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--batch", type=_positive, default=16, help="sequences at once (16)")
     evaluate.add_argument(
         "--diagnose", action="store_true",
-        help="how the loop nears its fixed point: contraction, gradient error of truncated backprop, tokens converged",
+        help="how the loop nears its fixed point (contraction, gradient error of truncated backprop, tokens converged), and what "
+        "its losses see of the state's scale",
     )  # fmt: skip
 
     generate = command("generate", _generate, "Continue a prompt.")

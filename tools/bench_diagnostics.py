@@ -39,22 +39,27 @@ def main() -> None:
     from loopscale.config import Config, load
 
     config = load(Config, options.config, [f"model.vocab_size={options.vocabulary}", *options.overrides]).config
-    train, diagnose = build(config)
+    train, parts = build(config)
     train()
-    print(diagnose())
-    steps, diagnoses = [], []
+    for diagnose in parts.values():
+        print(diagnose())
+    steps, diagnoses = [], {name: [] for name in parts}
     for _ in range(options.rounds):  # by turns: another process may have the machine for a while
         steps += [timed(train) for _ in range(options.steps)]
-        diagnoses.append(timed(diagnose))
-    step, diagnosis, every = statistics.mean(steps), statistics.mean(diagnoses), config.diagnostics.every
-    print(f"a step {step:.3f} s on average, a diagnosis of {config.diagnostics.sequences} sequences {diagnosis:.3f} s")
-    print(f"every {every} steps that is {diagnosis / (every * step):.2%} of the time")
+        for name, diagnose in parts.items():
+            diagnoses[name].append(timed(diagnose))
+    step, every = statistics.mean(steps), config.diagnostics.every
+    means = {name: statistics.mean(seconds) for name, seconds in diagnoses.items()}
+    told = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in means.items())
+    print(f"a step {step:.3f} s on average; a diagnosis of {config.diagnostics.sequences} sequences: {told}")
+    print(f"every {every} steps that is {sum(means.values()) / (every * step):.2%} of the time")
 
 
-def build(config: Config) -> tuple[Callable[[], object], Callable[[], str]]:
+def build(config: Config) -> tuple[Callable[[], object], dict[str, Callable[[], str]]]:
+    """What trains a step, and each part of a diagnosis."""
     from loopscale.config import settle
     from loopscale.corpus.batches import Microbatch, StepBatch
-    from loopscale.evaluate.equilibrium import diagnose
+    from loopscale.evaluate import equilibrium, scale
     from loopscale.model.flops import count
     from loopscale.model.inputs import Inputs
     from loopscale.model.ring import Ring
@@ -86,7 +91,11 @@ def build(config: Config) -> tuple[Callable[[], object], Callable[[], str]]:
         )
         for i in range(0, wanted, batch.microbatch)
     ]  # fmt: skip
-    return train, lambda: diagnose(step.stage, ring, mesh, config, inputs).in_words()
+    asked = (step.stage, ring, mesh, config, inputs)
+    return train, {
+        "equilibrium": lambda: equilibrium.diagnose(*asked).in_words(),
+        "scale": lambda: scale.diagnose(*asked).in_words(),
+    }
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -360,8 +360,8 @@ class ValidationConfig(Section):
 
 class DiagnosticsConfig(Section):
     every: NonNegativeInt = 500
-    """Steps between diagnoses of the loop's equilibrium, on held-out sequences: how fast it contracts, what truncated backprop
-    leaves out of the gradient, how many tokens have converged; 0: never."""
+    """Steps between diagnoses of the loop, on held-out sequences: how fast it contracts, what truncated backprop leaves out of
+    the gradient, how many tokens have converged, what losses see of the state's scale; 0: never."""
     sequences: PositiveInt = 4
     """Held-out sequences read each time, at least one for each replica."""
 

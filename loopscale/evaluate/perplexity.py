@@ -32,18 +32,26 @@ def loss_by_depth(
 
     Every depth keeps its own keys and values (no cache is shared between visits), sequences are read whole, attention
     stays within documents. Each replica passes its own microbatches, the same on all its ranks and maybe none;
-    ``sum_over_ranks`` adds up over all ranks; ``observe`` is called after every visit, see :func:`execute`.
+    ``sum_over_ranks`` adds up over all ranks; ``observe`` is called after every visit, see :func:`execute`, with the number
+    of the microbatch among all of ``microbatches``.
     """
     exits = tuple(Exit(r, (r,)) for r in sorted(set(depths)))
     deepest = exits[-1].visit
     totals = torch.zeros(len(exits) + 1, dtype=torch.float64)
     tasks = (Task(inputs, deepest, deepest, exits) for inputs in microbatches)
+    begun = 0
     while wave := list(islice(tasks, 1 if mesh.stages == 1 else WAVE * mesh.stages)):
         plan = ring.plan([task.work for task in wave], forward_only=True)
-        outcomes = execute(plan, stage, wave, mesh.links, observe=observe)
+        outcomes = execute(plan, stage, wave, mesh.links, observe=observe and _counting_from(begun, observe))
+        begun += len(wave)
         for task, outcome in zip(wave, outcomes, strict=True) if mesh.reads else ():
             totals[:-1] += torch.stack([outcome.losses[e.visit].double().sum() for e in exits]).cpu()
             totals[-1] += int((task.inputs.targets >= 0).sum())
     totals = sum_over_ranks(totals)
     tokens = int(totals[-1])
     return {e.visit: float(total) / max(tokens, 1) for e, total in zip(exits, totals, strict=False)}, tokens
+
+
+def _counting_from(begun: int, observe: Observer) -> Observer:
+    """An observer of a plan whose first microbatch is number ``begun``."""
+    return lambda microbatch, *rest: observe(begun + microbatch, *rest)

@@ -23,7 +23,7 @@ from loopscale.corpus.batches import collate
 from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
-from loopscale.evaluate.equilibrium import Equilibrium, diagnose
+from loopscale.evaluate.diagnosis import Diagnosis, diagnose
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count
 from loopscale.model.inputs import Inputs
@@ -53,8 +53,8 @@ class Evaluation:
     baselines: dict[str, float]
     first_depth_divergence: float
     """Mean KL, in nats, from the next-token distribution at the training depth to that at depth 1."""
-    equilibrium: Equilibrium | None = None
-    """Of the loop, where it was diagnosed."""
+    diagnosis: Diagnosis | None = None
+    """Of the loop, where it was asked for."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -71,7 +71,7 @@ class Evaluation:
             "baselines": self.baselines,
             "first_depth_divergence": self.first_depth_divergence,
             "protocol": _PROTOCOL,
-            **({} if self.equilibrium is None else {"equilibrium": self.equilibrium.as_json()}),
+            **({} if self.diagnosis is None else self.diagnosis.as_json()),
         }
 
 
@@ -80,7 +80,7 @@ def evaluate(
     diagnosed: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Evaluates a run's newest checkpoint, or one checkpoint; prints a table and writes ``RUN/evaluations/*.json``. With
-    ``diagnosed`` also how its loop nears its fixed point, on the first sequences."""
+    ``diagnosed`` also how its loop nears its fixed point and what its loss sees of the state's scale, on the first sequences."""
     restored = restore(where)
     set_threads(None, 1)
     wanted = parse_depths(depths, restored.config.depth.evaluation_depth)
@@ -113,11 +113,11 @@ def evaluate(
         sequence_length=corpus.sequence_length,
         baselines=_baselines(corpus, samples),
         first_depth_divergence=_divergence(restored, next(_microbatches(samples, batch, restored))),
-        equilibrium=_diagnose(restored, ring, samples[:DIAGNOSED], batch) if diagnosed else None,
+        diagnosis=_diagnose(restored, ring, samples[:DIAGNOSED], batch) if diagnosed else None,
     )
     console.print(_table(evaluation, restored.config.depth.evaluation_depth))
-    if evaluation.equilibrium is not None:
-        console.print(evaluation.equilibrium.table())
+    for table in evaluation.diagnosis.tables() if evaluation.diagnosis is not None else ():
+        console.print(table)
     if restored.run_folder is not None:
         place = restored.run_folder / "evaluations"
         place.mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ def _divergence(restored: Restored, inputs: Inputs) -> float:
     return float((deep.exp() * (deep - first)).sum(-1).mean())
 
 
-def _diagnose(restored: Restored, ring: Ring, samples: Sequence[Sample], batch: int) -> Equilibrium:
+def _diagnose(restored: Restored, ring: Ring, samples: Sequence[Sample], batch: int) -> Diagnosis:
     restored.stage.requires_grad_(True)
     try:
         inputs = list(_microbatches(samples, batch, restored))

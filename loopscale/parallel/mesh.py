@@ -268,6 +268,11 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return _sum(values, group) if dist.is_initialized() else values
 
 
+def max_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise maximum over all ranks, in place; with one rank it costs nothing."""
+    return _reduce(values, None, dist.ReduceOp.MAX) if dist.is_initialized() else values
+
+
 def sum_over_replicas(values: Tensor) -> Tensor:
     """Adds ``values`` over the ranks that hold this rank's part of the model, in place."""
     from megatron.core import parallel_state

@@ -33,7 +33,7 @@ from loopscale.errors import (
     UsageError,
     describe_fault,
 )
-from loopscale.evaluate.equilibrium import Equilibrium, diagnose
+from loopscale.evaluate.diagnosis import Diagnosis, diagnose
 from loopscale.evaluate.perplexity import loss_by_depth
 from loopscale.model.flops import count, matmul_shapes, training_flops
 from loopscale.model.ring import Ring
@@ -47,6 +47,8 @@ from loopscale.parallel.zero import load_deepspeed
 from loopscale.train import dropped, held_out, snapshot
 from loopscale.train import folder as folders
 from loopscale.train.banner import Setting, banner, done_line, facts, memory_line
+from loopscale.train.blind_spot import BlindSpot
+from loopscale.train.journal import read_lines
 from loopscale.train.limit import TimeLimit
 from loopscale.train.measure import measured_slices
 from loopscale.train.memory import Planned, check_fits, explain, is_out_of_memory
@@ -154,6 +156,7 @@ class Run:
         self.limit = TimeLimit(config.train.max_time, SAVED_BYTES * self.counts.total)
         self._retry_save_at: int | None = None
         self.progress, notes = Progress(run_id=new_run_id()), list(place.passed_over)
+        self.blind_spot = BlindSpot(config)
         self.matmul_rate: float | None = None
         with self._explaining():
             notes += self._build(place, init)
@@ -212,12 +215,12 @@ class Run:
                         with window.aside(), self.memory.aside():
                             validation = self._validate()
                             self._measure_matmul_rate()
-                    equilibrium = None
+                    diagnosis = None
                     if diagnosed:
                         with window.aside(), self.memory.aside():
-                            equilibrium = self._diagnose()
+                            diagnosis = self._diagnose()
                     if meter is not None:
-                        self._log(result, meter, window, validation if validated else {}, equilibrium)
+                        self._log(result, meter, window, validation if validated else {}, diagnosis)
                         window = _Window(self.mesh.waits)
                         self.memory.begin()
                     self.telemetry.advance(step)
@@ -362,8 +365,8 @@ class Run:
         losses, _ = loss_by_depth(self.stage, self.ring, self.mesh, inputs, validation_depths(config), sum_over_ranks)
         return losses
 
-    def _diagnose(self) -> Equilibrium:
-        """The loop's equilibrium on a few sequences of the validation split. A collective."""
+    def _diagnose(self) -> Diagnosis:
+        """What becomes of the state in the loop, on a few sequences of the validation split. A collective."""
         config, sequences = self.config, max(self.config.diagnostics.sequences, self.mesh.data_size)
         self._begin_aside("diagnosis", "diagnosing the loop")
         inputs = held_out.read(self.mesh, self.held_out, config, sequences, self.batch.microbatch)
@@ -375,7 +378,7 @@ class Run:
 
     def _log(
         self, result: StepResult, meter: NormMeter, window: _Window, validation: dict[int, float],
-        equilibrium: Equilibrium | None,
+        diagnosis: Diagnosis | None,
     ) -> None:  # fmt: skip
         with self.mesh.waits.waiting():
             norms = meter.result(sum_over_ranks)
@@ -406,13 +409,13 @@ class Run:
                 "busy": busy,
                 "memory": {kind: [held[kind] for held in ranks] for kind in memory.KINDS},
                 **({"validation": {str(depth): loss for depth, loss in validation.items()}} if validation else {}),
-                **({"equilibrium": equilibrium.as_json()} if equilibrium is not None else {}),
+                **({} if diagnosis is None else diagnosis.as_json()),
             }
         )
-        if equilibrium is not None:
-            self.telemetry.event("equilibrium", self.progress.step, equilibrium.in_words())
-        if slow := self.stragglers.see(busy, window.steps):
-            self.telemetry.event("warning", self.progress.step, slow)
+        for kind, words in () if diagnosis is None else diagnosis.in_words().items():
+            self.telemetry.event(kind, self.progress.step, words)
+        warnings = (self.stragglers.see(busy, window.steps), self.blind_spot.see(self.progress.step, norms.mean))
+        self._warn(words for words in warnings if words)
 
     def _law(self) -> dict[str, Any]:
         """The law that the next step draws from, to where its tail is below one in ten thousand."""
@@ -601,6 +604,7 @@ class Run:
         aside = folders.set_aside_later(self.storage, self.progress.step)
         shutil.rmtree(self.folder / "fetched", ignore_errors=True)
         self.telemetry = Telemetry.open(self.folder, self.config, run_id=self.progress.run_id, resumed_step=self.progress.step)
+        self.blind_spot = BlindSpot(self.config, read_lines(self.folder / "metrics.jsonl"))
         return [f"set aside, for this run goes on from before: {', '.join(aside)}"] if aside else []
 
     def _warn(self, notes: Iterable[str]) -> None:

@@ -175,7 +175,8 @@ class TensorBoard(Sink):
 def scalars(record: Record) -> dict[str, float]:
     """A record as the flat numbers that trackers draw: lists by first and last entry, depths by mean, validation by depth,
     memory by kind on the rank that has most of it, busy by the ranks that have least and most, of an equilibrium its contraction,
-    its errors by b and the share of tokens converged at last, and of other groups the numbers."""
+    its errors by b and the share of tokens converged at last, of a scale the last loop's radial fraction, its single numbers and
+    those of the clamp, and of other groups the numbers."""
     flat: dict[str, float | None] = {}
     for key, value in record.items():
         if key == "step" or value in (None, [], {}):
@@ -189,6 +190,10 @@ def scalars(record: Record) -> dict[str, float]:
         elif key == "equilibrium":
             flat |= {f"equilibrium/error_{b}": found["error"] for b, found in value.get("truncation", {}).items()}
             flat |= {"equilibrium/contraction": value.get("contraction"), "equilibrium/converged": value["converged"][-1]}
+        elif key == "scale":
+            flat |= {f"scale/{name}": value[name] for name in ("depth_gap", "token_correlation")}
+            flat |= {f"scale/clamp_{name}": change for name, change in value.get("clamp", {}).items()}
+            flat["scale/radial_fraction"] = value.get("radial_fraction", [None])[-1]
         elif key == "validation":
             flat |= {f"{key}/depth_{depth}": loss for depth, loss in value.items()}
         elif isinstance(value, Mapping):

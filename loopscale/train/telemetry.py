@@ -17,6 +17,13 @@ dict per logged step; its keys (those left out are simply not shown):
                                "contraction": spectral radius of a visit at the fixed point (one pipeline stage alone),
                                "truncation": {b: {"error": ‖g_b − g_R‖ / ‖g_R‖, "cosine"}} of the gradient of b visits (none
                                without injection), "change" and "converged": as state_change and state_converged, to 2 R}
+    scale                      beside equilibrium; lists are by loop, 1 to R: {"depth": R, "norms": {mean, median, p99, max, std,
+                               edges and counts of a histogram}, "radial_fraction": |⟨g, h⟩| / (‖g‖ ‖h‖) of each loop's own loss
+                               (none where the gate alone is trained), "motion": {growth, angle, and both to first order in
+                               1/norm: growth_predicted, angle_predicted}, "loss" at R, "depth_gap": perplexity at depth 1 over
+                               that at R, "scaled_loss": {factor on the final state: loss}, "clamp": {"rms", "radial": change
+                               of the loss with tokens held at the RMS of loop 1, or moved without their radial part (one
+                               pipeline stage alone)}, "token_correlation": mean cosine between a sequence's final states}
     busy                       seconds a step that each rank did not wait for others, on average since the last record; what
                                ranks exchange inside layers and in the optimizer's step counts as work of all of them
     memory                     {kind: bytes of each rank}; the kinds are those of `diagnostics.memory`

@@ -26,6 +26,24 @@ def test_mean_percentile_and_change_are_those_of_all_tokens():
     assert len(result.mean) == 2
 
 
+def test_the_spread_is_that_of_all_tokens():
+    norms = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)).mul(0.7).exp()  # heavy tails
+    meter = NormMeter(3, torch.device("cpu"))
+    for part in range(2):  # two microbatches
+        for visit in (1, 2):
+            meter.observe(part, visit, None, norms[visit - 1, :, 16 * part : 16 * part + 16, None])
+    found = meter.spread(lambda x: x, lambda x: x)
+    own = norms.flatten(1)
+    assert found.mean == pytest.approx(own.mean(1).tolist(), rel=1e-5)
+    assert found.std == pytest.approx(own.std(1, correction=0).tolist(), rel=1e-5)
+    assert found.max == pytest.approx(own.amax(1).tolist())
+    assert found.median == pytest.approx(own.median(1).values.tolist(), rel=0.02)
+    assert found.p99 == pytest.approx(own.quantile(0.99, dim=1).tolist(), rel=0.04)
+    assert len(found.edges) == len(found.counts[0]) + 1 == len(found.counts[1]) + 1
+    for counts, each in zip(found.counts, own, strict=True):
+        assert counts == torch.histogram(each, torch.tensor(found.edges)).hist.long().tolist()
+
+
 def test_tokens_that_change_by_less_than_three_percent_have_converged():
     before = torch.ones(5, 2, 4)
     after = before.clone()
@@ -51,4 +69,6 @@ def test_tokens_that_are_not_finite_are_left_out():
 
 
 def test_a_meter_that_saw_nothing_says_nothing():
-    assert NormMeter(3, torch.device("cpu")).result(lambda x: x).mean == []
+    meter = NormMeter(3, torch.device("cpu"))
+    assert meter.result(lambda x: x).mean == []
+    assert meter.spread(lambda x: x, lambda x: x).max == []

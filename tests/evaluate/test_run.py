@@ -29,6 +29,13 @@ def test_a_diagnosis_of_a_checkpoint_is_that_of_the_run(mesh, runs, threads_as_b
         assert found["truncation"][b] == pytest.approx(error, rel=1e-3)
     assert found["change"][1:] == pytest.approx(expected["change"][1:], rel=1e-3)
     assert found["converged"][1:] == pytest.approx(expected["converged"][1:], abs=0.02)
+    found, expected = written["scale"], runs.records("model")[-1]["scale"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["radial_fraction"] == pytest.approx(expected["radial_fraction"], rel=1e-3)
+    for name in ("mean", "max", "std"):
+        assert found["norms"][name] == pytest.approx(expected["norms"][name], rel=1e-4)
+    assert found["clamp"] == pytest.approx(expected["clamp"], abs=1e-5)
     shown = capsys.readouterr().out
-    assert "equilibrium at depth 3" in shown and f"contraction {found['contraction']:.3f} a visit" in shown
-    assert f"{found['truncation']['1']['error']:.4f}" in shown
+    assert "equilibrium at depth 3" in shown and f"contraction {written['equilibrium']['contraction']:.3f} a visit" in shown
+    assert f"{written['equilibrium']['truncation']['1']['error']:.4f}" in shown
+    assert "norms of tokens by loop" in shown and "loss at depth 3 by scale" in shown and f"{found['clamp']['rms']:+.4f}" in shown

@@ -29,6 +29,10 @@ def test_a_diagnosis_is_recorded_and_changes_nothing(runs):
     assert len(told) == 2
     assert told[1].startswith(f"contraction {equilibrium['contraction']:.2f} · gradient error b=1 ")
     assert told[1].endswith(f"{equilibrium['converged'][-1]:.0%} of tokens converged at depth 6")
+    seen = [record["scale"] for record in records.values() if "scale" in record]
+    assert len(seen) == len([e for e in runs.journal("with") if e["kind"] == "scale"]) == 2
+    assert seen[1]["depth"] == len(seen[1]["radial_fraction"]) == len(seen[1]["norms"]["mean"]) == 3
+    assert seen[1]["scaled_loss"]["1"] == seen[1]["loss"]
     for record in records.values():
         assert len(record["state_converged"]) == len(record["state_change"])
         assert all(0 <= share <= 1 for share in record["state_converged"][1:])
@@ -61,6 +65,7 @@ def test_gradients_are_compared_wherever_the_loop_is_trained_by_truncated_ones(r
     found = runs.records("any")[-1]["equilibrium"]
     assert set(found) - {"truncation"} == {"depth", "contraction", "change", "converged"}
     assert found.get("truncation", {}).keys() == (truncations or set())
+    assert ("radial_fraction" in runs.records("any")[-1]["scale"]) == ("objective.kind=exit_gate_stage2" not in overrides)
     for error in found.get("truncation", {}).values():
         assert 0 < error["error"] < 1
         assert 0 < error["cosine"] <= 1

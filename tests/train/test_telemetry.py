@@ -256,6 +256,12 @@ def test_scalars_are_flat_and_hold_no_gaps():
     told = {"equilibrium/error_1": 0.15, "equilibrium/converged": 0.9}
     assert scalars({"equilibrium": found}) == told
     assert scalars({"equilibrium": found | {"contraction": 0.8}}) == told | {"equilibrium/contraction": 0.8}
+    seen = {"depth": 2, "norms": {"mean": [1.0, 2.0]}, "depth_gap": 1.5, "token_correlation": 0.25, "loss": 3.0}
+    told = {"scale/depth_gap": 1.5, "scale/token_correlation": 0.25}
+    assert scalars({"scale": seen}) == told
+    more = {"radial_fraction": [0.1, 0.2], "clamp": {"rms": 0.01, "radial": 0.02}}
+    told |= {"scale/radial_fraction": 0.2, "scale/clamp_rms": 0.01, "scale/clamp_radial": 0.02}
+    assert scalars({"scale": seen | more}) == told
 
 
 # --- console ---------------------------------------------------------------------------------------------------------
