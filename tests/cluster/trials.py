@@ -119,7 +119,7 @@ def timed_out(stand: Stand) -> str:
     """Two minutes a job: the run stops by itself and is queued again, until it is done."""
     launched, steps = stand.launched("timed-out"), 1300
     # lr: at 3e-3 rounding grows at this width, to 0.1 nats, as it does between two layouts that nothing disturbs
-    slow = ["model.hidden_size=128", "model.ffn_size=256", "optimizer.lr=5e-4", f"train.steps={steps}"]
+    slow = ["model.hidden_size=128", "model.ffn_size=256", "optimizer.lr=1e-4", f"train.steps={steps}"]
     launched.submit(*SETTINGS, *slow, nodes=2, devices=1, cluster=["job.time=2", "job.notice=30"])
     launched.wait(lambda: launched.standing().state == "COMPLETED", 900)
     told = compare(launched, alone(stand.folder / "alone-slow", stand.corpus, *slow))
