@@ -56,9 +56,8 @@ def test_fewer_sequences_than_replicas_become_one_each(runs):
         (["model.exit_gate=raw", "objective.kind=exit_gate_stage2", "depth.prior=fixed"], None),
         (["model.exit_gate=raw", "objective.kind=exit_gate", "depth.backprop=2"], {"1", "2"}),
         (["objective.kind=per_loop", "objective.norm_penalty=0.1"], {"1", "2"}),
-        (["depth.prior=fixed", "depth.mean=1"], None),
     ],
-    ids=["no injection", "gate alone", "gate", "per loop", "one visit"],
+    ids=["no injection", "gate alone", "gate", "per loop"],
 )
 def test_gradients_are_compared_wherever_the_loop_is_trained_by_truncated_ones(runs, overrides, truncations):
     runs.train("any", "train.steps=1", "diagnostics.every=1", *overrides)
@@ -69,3 +68,8 @@ def test_gradients_are_compared_wherever_the_loop_is_trained_by_truncated_ones(r
     for error in found.get("truncation", {}).values():
         assert 0 < error["error"] < 1
         assert 0 < error["cosine"] <= 1
+
+
+def test_a_model_without_a_loop_is_not_diagnosed(runs):
+    runs.train("one", "train.steps=1", "diagnostics.every=1", "depth.prior=fixed", "depth.mean=1")
+    assert not {"equilibrium", "scale"} & runs.records("one")[-1].keys()
