@@ -129,8 +129,9 @@ def run_study(study: Study, room: Room, asked: Asked) -> int:
                 running.remove(one)
                 asked.ranks.remove(one.process)
                 code = one.process.returncode
-                if code and (_is_taken(study, one.run) or is_finished(study, one.run)):  # another process was faster
+                if code and (_is_taken(study, one.run) or is_finished(study, one.run)):
                     waiting.append(one.run)
+                    shown.ended(one, "left", ": another process trains it")
                 elif code in (0, INTERRUPTED):
                     stopped = stopped or code == INTERRUPTED
                     shown.ended(one, "stopped" if code else "finished")
