@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,8 +22,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk is told without a name
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if error.filename is None or str(error.filename) == str(partial):
+            error.filename = str(path)  # a full disk is told without a name; what the block reads has its own
+        raise
     os.replace(partial, path)
 
 

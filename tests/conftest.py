@@ -113,3 +113,13 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, text_corpus: Path) -> Runs:
     return Runs(tmp_path, text_corpus)
+
+
+@pytest.fixture
+def threads_as_before():
+    """An evaluation takes all cores; small tests after it would be ten times slower on them than on one."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

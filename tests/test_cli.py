@@ -76,16 +76,6 @@ def trained(tmp_path_factory, text_corpus) -> Runs:
     return runs
 
 
-@pytest.fixture
-def threads_as_before():
-    """An evaluation takes all cores; small tests after it would be ten times slower on them than on one."""
-    import torch
-
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.ranks
 def test_evaluation_is_the_validation_loss_and_knows_its_baselines(mesh, trained, threads_as_before, capsys):
     assert main(["eval", str(trained.path("model")), "--sequences", "4", "--depths", "1-6", "--batch", "3"]) == 0

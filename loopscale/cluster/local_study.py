@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from loopscale.cluster.local import Asked
 from loopscale.config import Config, load
 from loopscale.config.study import Study, StudyRun
+from loopscale.durable import locked
 from loopscale.errors import LoopscaleError, UsageError
 from loopscale.train.journal import last_record, read_lines
 from loopscale.train.signals import INTERRUPTED
@@ -106,12 +105,12 @@ def check_same(study: Study) -> None:
 
 def describe(study: Study, room: Room) -> str:
     """The runs and how they stand; what `--dry-run` prints."""
-    rows = []
+    rows, missing = [], 0
     for run in study.runs:
-        step = _step(folder_of(study, run))
-        state = "finished" if is_finished(study, run) else f"at step {step:,}" if step else "to run"
+        step, finished = _step(folder_of(study, run)), is_finished(study, run)
+        state = "finished" if finished else f"at step {step:,}" if step else "to run"
         rows.append(f"  {run.name:<32} {state} of {run.loaded.config.train.steps:,}")
-    missing = sum(not is_finished(study, run) for run in study.runs)
+        missing += not finished
     return "\n".join([f"{study.name}: {missing} of {len(study.runs)} runs to train, {room.at_once} at once", *rows])
 
 
@@ -184,16 +183,8 @@ def _is_taken(study: Study, run: StudyRun) -> bool:
     lock = folder_of(study, run) / ".lock"
     if not lock.exists():
         return False
-    with lock.open("a+") as file:
-        return not _can_lock(file)
-
-
-def _can_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    with locked(lock, wait=False) as free:
+        return not free
 
 
 class _Shown:

@@ -93,7 +93,7 @@ class Signal:
 
 @dataclass
 class LearnedState:
-    """What a checkpoint has of a law."""
+    """What moves in a law, and what a checkpoint has of it: logits, Adam's moments, and what is known of the feedback."""
 
     logits: list[Finite]
     first: list[Finite]
@@ -119,15 +119,16 @@ class LearnedLaw:
     def __init__(self, config: DepthConfig):
         self.config = config
         start = pln(config.mean, config.sigma, config.cap).probabilities
-        self.logits = [math.log(max(p, 1e-300)) for p in start]
         self._costs = [cost(config, depth) for depth in range(1, config.cap + 1)]
         self._budget = config.mean
         if config.budget == "flops":
             self._budget = math.fsum(p * c for p, c in zip(start, self._costs, strict=True))
-        self._first, self._second = [0.0] * config.cap, [0.0] * config.cap
-        self._updates = 0
-        self._loss, self._score = Moving(), Moving()
-        self._signal = Signal([0.0] * config.cap)
+        logits, zeros = [math.log(max(p, 1e-300)) for p in start], [0.0] * config.cap
+        self._own = LearnedState(logits, zeros.copy(), zeros.copy(), 0, Moving(), Moving(), Signal(zeros))
+
+    @property
+    def logits(self) -> list[float]:
+        return self._own.logits
 
     def at(self, progress: float) -> Prior:
         return Prior("learned", tuple(softmax(self.logits)))
@@ -137,22 +138,23 @@ class LearnedLaw:
         tokens = sum(group.tokens for group in told)
         if not tokens:
             return
+        own = self._own
         weights = [group.tokens / tokens for group in told]
         losses = [group.loss / group.tokens for group in told]
         scores = [-math.exp(-loss) for loss in losses]
-        if self._score.steps >= self.config.burn_in and self._score.steps > 0:
-            scale = self._loss.deviation / self._score.deviation
+        if own.score.steps >= self.config.burn_in and own.score.steps > 0:
+            scale = own.loss.deviation / own.score.deviation
             baselines = self._baselines(scores, weights)
             pulls = [w * (score - base) * scale for w, score, base in zip(weights, scores, baselines, strict=True)]
             feedback = self.feedback_gradient([group.depth for group in told], pulls)
-            self._signal.add(feedback)
+            own.signal.add(feedback)
             self._adam([f + h for f, h in zip(feedback, self.holding_gradient(), strict=True)])
-        self._loss.add(losses, weights)
-        self._score.add(scores, weights)
+        own.loss.add(losses, weights)
+        own.score.add(scores, weights)
 
     def _baselines(self, scores: Sequence[float], weights: Sequence[float]) -> list[float]:
         if self.config.baseline == "moving" or len(scores) == 1:
-            return [self._score.mean] * len(scores)
+            return [self._own.score.mean] * len(scores)
         total = math.fsum(w * score for w, score in zip(weights, scores, strict=True))
         return [(total - w * score) / (1 - w) for w, score in zip(weights, scores, strict=True)]
 
@@ -177,20 +179,21 @@ class LearnedLaw:
         ]
 
     def _adam(self, gradient: Sequence[float]) -> None:
-        self._updates += 1
-        first, second = (1 - beta**self._updates for beta in BETAS)
+        own = self._own
+        own.updates += 1
+        first, second = (1 - beta**own.updates for beta in BETAS)
         for i, g in enumerate(gradient):
-            self._first[i] = BETAS[0] * self._first[i] + (1 - BETAS[0]) * g
-            self._second[i] = BETAS[1] * self._second[i] + (1 - BETAS[1]) * g * g
-            self.logits[i] -= self.config.lr * (self._first[i] / first) / (math.sqrt(self._second[i] / second) + EPS)
+            own.first[i] = BETAS[0] * own.first[i] + (1 - BETAS[0]) * g
+            own.second[i] = BETAS[1] * own.second[i] + (1 - BETAS[1]) * g * g
+            own.logits[i] -= self.config.lr * (own.first[i] / first) / (math.sqrt(own.second[i] / second) + EPS)
 
     def figures(self) -> dict[str, float]:
         """``feedback_snr``: see :attr:`Signal.to_noise`; many steps of one sign are needed where it is far below 1."""
-        snr = self._signal.to_noise
+        snr = self._own.signal.to_noise
         return {} if snr is None else {"feedback_snr": snr}
 
     def state(self) -> dict[str, Any]:
-        return asdict(LearnedState(self.logits, self._first, self._second, self._updates, self._loss, self._score, self._signal))
+        return asdict(self._own)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """An empty state, of a run whose law was another one, leaves the law where it begins. Raises :class:`UsageError` for one
@@ -209,8 +212,7 @@ class LearnedLaw:
                 f"the law was learned over depths up to {len(own.logits)}, and depth.cap is {self.config.cap}; a learned law "
                 f"keeps its cap: use depth.cap={len(own.logits)}"
             )
-        self.logits, self._first, self._second, self._updates = own.logits, own.first, own.second, own.updates
-        self._loss, self._score, self._signal = own.loss, own.score, own.signal
+        self._own = own
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.config.model_dump(mode="json"), self.state()]).encode()).hexdigest()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from loopscale.objective.supervision import Exit
 from loopscale.parallel.mesh import Mesh, max_over_tensor_ranks, sum_over_replica, sum_over_replicas, sum_over_tensor_ranks
-from loopscale.parallel.ring.execute import Feed, Stage, Task, execute
+from loopscale.parallel.ring.execute import Stage, Task, execute
 from loopscale.parallel.ring.plan import Plan, Work
 
 InputsT = TypeVar("InputsT")
@@ -28,17 +28,11 @@ PERTURBATION = 1e-2
 _TINY = 1e-30
 
 
-class WholeStage(Protocol[StageInputs]):
-    """What power iteration asks of a stage that has the whole core, see the executor's :class:`Stage`."""
+class WholeStage(Stage[StageInputs], Protocol[StageInputs]):
+    """A stage that has the whole core."""
 
     compute: torch.dtype
     """Type of the products inside visits."""
-
-    def prelude(self, inputs: StageInputs) -> Feed: ...
-
-    def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None, visit: int) -> Tensor: ...
-
-    def finished(self, inputs: StageInputs) -> None: ...
 
 
 @dataclass(frozen=True)

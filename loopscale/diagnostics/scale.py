@@ -8,39 +8,22 @@ are L2 norms of tokens. S positions (those held here), B sequences, d width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from loopscale.objective.supervision import Exit
 from loopscale.parallel.mesh import Mesh, sum_over_tensor_ranks
-from loopscale.parallel.ring.execute import ExitLoss, Feed
+from loopscale.parallel.ring.execute import Stage
 
 InputsT = TypeVar("InputsT")
-StageInputs = TypeVar("StageInputs", contravariant=True)
 
 FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """By which the final state is multiplied, those of Paper A."""
 _TINY = 1e-30
-
-
-class Exits(Protocol[StageInputs]):
-    """What is asked of a home stage, see the executor's :class:`Stage`."""
-
-    def exit(self, inputs: StageInputs, exit: Exit, states: Mapping[int, Tensor]) -> ExitLoss: ...
-
-
-class WholeStage(Exits[StageInputs], Protocol[StageInputs]):
-    """What clamping asks of a stage that has the whole core."""
-
-    def prelude(self, inputs: StageInputs) -> Feed: ...
-
-    def visit(self, inputs: StageInputs, feed: Feed, state: Tensor | None, visit: int) -> Tensor: ...
-
-    def finished(self, inputs: StageInputs) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +64,7 @@ class ScaleMeter(Generic[InputsT]):
     """
 
     def __init__(
-        self, stage: Exits[InputsT], mesh: Mesh, microbatches: Sequence[InputsT], depth: int, *, differentiate: bool = True
+        self, stage: Stage[InputsT], mesh: Mesh, microbatches: Sequence[InputsT], depth: int, *, differentiate: bool = True
     ):
         self._stage, self._mesh, self._microbatches = stage, mesh, microbatches
         self._depth, self._differentiate = depth, differentiate
@@ -123,7 +106,7 @@ class ScaleMeter(Generic[InputsT]):
         )
 
 
-def exit_gradient(stage: Exits[InputsT], inputs: InputsT, state: Tensor, visit: int) -> Tensor:
+def exit_gradient(stage: Stage[InputsT], inputs: InputsT, state: Tensor, visit: int) -> Tensor:
     """∂ Σ cross entropy / ∂h at the exit after ``visit`` alone: no later loop sends anything back. [S, B, d]."""
     leaf = state.detach().requires_grad_()
     with torch.enable_grad():
@@ -168,7 +151,7 @@ def _norms(states: Tensor) -> Tensor:
     return torch.linalg.vector_norm(states, dim=-1)
 
 
-def loss_at(stage: Exits[InputsT], inputs: InputsT, state: Tensor, visit: int) -> Tensor:
+def loss_at(stage: Stage[InputsT], inputs: InputsT, state: Tensor, visit: int) -> Tensor:
     """Σ cross entropy of the scored tokens, of ``state`` as that after ``visit``; fp64."""
     return stage.exit(inputs, Exit(visit, (visit,)), {visit: state}).losses.double().sum()
 
@@ -193,7 +176,7 @@ CLAMPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"rms": at_scale
 
 @torch.no_grad()
 def clamped_losses(
-    stage: WholeStage[InputsT],
+    stage: Stage[InputsT],
     mesh: Mesh,
     microbatches: Sequence[InputsT],
     depth: int,

@@ -164,7 +164,7 @@ def test_left_out_each_group_is_compared_with_the_others():
     compared, tokens, losses = law(baseline="leave_one_out", groups=3), (100, 200, 100), (1.0, 2.0, 4.0)
     groups = [GroupSums(depth, loss * n, n) for depth, loss, n in zip((2, 5, 9), losses, tokens, strict=True)]
     compared.update(groups)  # sets the moving moments, by which g is scaled
-    scale = compared._loss.deviation / compared._score.deviation
+    scale = compared._own.loss.deviation / compared._own.score.deviation
     heard = []
     compared.feedback_gradient = lambda depths, pulls: heard.append((depths, pulls)) or [0.0] * 64
     compared.update(groups)

@@ -5,16 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from loopscale.cli import main
-
-
-@pytest.fixture
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.ranks
