@@ -27,11 +27,14 @@ class SourceConfig(Section):
 
 class TokenizerConfig(Section):
     file: str | None = None
-    """An existing `tokenizer.json`; unset: train a byte-level BPE."""
+    """An existing `tokenizer.json`; unset: train one."""
+    kind: Literal["bpe", "words"] = "bpe"
+    """What is trained: a byte-level BPE, which spells any text; or, as in Paper A, a vocabulary of whole words, runs of white
+    space and single other characters that occur twice: all others become `<unk>`, and perplexity is per such token."""
     vocab_size: Annotated[int, Field(ge=300)] = 4096
-    """Entries of a trained BPE, special tokens included."""
+    """Entries of a trained tokenizer at most, special tokens included."""
     documents: PositiveInt | None = None
-    """Documents the BPE is trained on; unset: all of the training split."""
+    """Documents the tokenizer is trained on; unset: all of the training split."""
 
 
 class CorpusBuild(Section):

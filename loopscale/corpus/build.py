@@ -213,21 +213,22 @@ class _Tokenizer:
 
 
 def _make_tokenizer(work: Path, config: TokenizerConfig, pieces: Sequence[Piece], progress: Progress) -> _Tokenizer:
-    from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, train_bpe, vocabulary_size
+    from loopscale.corpus.tokenizer import TRAINERS, end_of_text, load_tokenizer, vocabulary_size
 
     path = work / "corpus" / "tokenizer.json"
     trained = work / "tokenizer.json"
     if config.file is None and not trained.exists():
         count = sum(len(p.rows) for p in pieces if p.split == "train")
-        progress.note(f"training a BPE of {config.vocab_size:,} entries on {min(config.documents or count, count):,} documents")
-        tokenizer = train_bpe(_training_texts(work / "text", pieces, config.documents), config.vocab_size)
+        documents = min(config.documents or count, count)
+        progress.note(f"training a tokenizer ({config.kind}) of {config.vocab_size:,} entries on {documents:,} documents")
+        tokenizer = TRAINERS[config.kind](_training_texts(work / "text", pieces, config.documents), config.vocab_size)
         with replacing(trained) as out:
             out.write(tokenizer.to_str(pretty=True).encode())
     origin = Path(config.file) if config.file else trained
     tokenizer = load_tokenizer(origin)
     shutil.copyfile(origin, path)
     size = vocabulary_size(tokenizer)
-    name = f"{origin.parent.name or origin.stem}-{size}" if config.file else f"bpe-{size}"
+    name = f"{origin.parent.name or origin.stem}-{size}" if config.file else f"{config.kind}-{size}"
     return _Tokenizer(path, name, size, end_of_text(tokenizer, origin))
 
 

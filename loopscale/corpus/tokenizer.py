@@ -1,4 +1,4 @@
-"""Tokenizers of a corpus: a byte-level BPE trained on it, or any `tokenizer.json`."""
+"""Tokenizers of a corpus: a byte-level BPE or a vocabulary of words trained on it, or any `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from tokenizers import Tokenizer
 from loopscale.errors import DataError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+WORDS = r"[\s\x1c-\x1f]+|[A-Za-z0-9_]+|[^\s\x1c-\x1fA-Za-z0-9_]"
+"""Paper A's tokens: a run of what Python calls white space, a word, or one other character."""
+WORD_SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -28,6 +31,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def train_words(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Paper A's tokenizer: the most frequent tokens of :data:`WORDS` that occur twice, at most ``vocab_size`` with the specials
+    (ids 0 to 3); all others are `<unk>`, so text does not come back whole. Documents end with `<eos>`."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token=WORD_SPECIALS[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=list(WORD_SPECIALS), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+TRAINERS = {"bpe": train_bpe, "words": train_words}
+"""By `tokenizer.kind`."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -63,6 +85,13 @@ def end_of_text(tokenizer: Tokenizer, path: str | Path) -> int:
         f"{path} has no token that ends a document: none of {', '.join(_ENDS)}, "
         f"and {len(special)} special tokens ({', '.join(list(special.values())[:8]) or 'none'}); exactly one would be taken"
     )
+
+
+def unknown(tokenizer: Tokenizer) -> int | None:
+    """Id of the token that stands for whatever has none of its own, where there is such a token."""
+    name: str | None = getattr(tokenizer.model, "unk_token", None)
+    found: int | None = None if name is None else tokenizer.token_to_id(name)
+    return found
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

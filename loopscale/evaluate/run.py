@@ -21,6 +21,7 @@ from loopscale.config.tree import CorpusConfig
 from loopscale.corpus.baselines import baselines
 from loopscale.corpus.batches import collate
 from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
+from loopscale.corpus.tokenizer import unknown
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
 from loopscale.evaluate.diagnosis import Diagnosis, diagnose
@@ -46,8 +47,8 @@ class Evaluation:
     source: str
     losses: dict[int, float]
     tokens: int
-    bytes: int
-    """UTF-8 bytes of the scored tokens."""
+    bytes: int | None
+    """UTF-8 bytes of the scored tokens; None where some of them are unknown words, whose bytes no loss accounts for."""
     sequences: int
     sequence_length: int
     baselines: dict[str, float]
@@ -55,6 +56,9 @@ class Evaluation:
     """Mean KL, in nats, from the next-token distribution at the training depth to that at depth 1."""
     diagnosis: Diagnosis | None = None
     """Of the loop, where it was asked for."""
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        return None if self.bytes is None else loss * self.tokens / self.bytes / math.log(2)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -64,7 +68,7 @@ class Evaluation:
             "depths": list(self.losses),
             "loss": list(self.losses.values()),
             "perplexity": [math.exp(x) for x in self.losses.values()],
-            "bits_per_byte": [x * self.tokens / self.bytes / math.log(2) for x in self.losses.values()],
+            "bits_per_byte": [self.bits_per_byte(x) for x in self.losses.values()],
             "tokens": self.tokens,
             "sequences": self.sequences,
             "sequence_length": self.sequence_length,
@@ -108,7 +112,7 @@ def evaluate(
         source=source,
         losses=losses,
         tokens=tokens,
-        bytes=_scored_bytes(restored, samples),
+        bytes=scored_bytes(restored, samples),
         sequences=len(samples),
         sequence_length=corpus.sequence_length,
         baselines=_baselines(corpus, samples),
@@ -196,9 +200,11 @@ def _baselines(config: CorpusConfig, samples: Sequence[Sample]) -> dict[str, flo
     return baselines(train, inputs, torch.stack([s.targets for s in samples]).numpy())
 
 
-def _scored_bytes(restored: Restored, samples: Sequence[Sample]) -> int:
-    tokenizer = restored.tokenizer
+def scored_bytes(restored: Restored, samples: Sequence[Sample]) -> int | None:
+    tokenizer, unspelt = restored.tokenizer, unknown(restored.tokenizer)
     scored = [s.targets[s.targets >= 0].tolist() for s in samples]
+    if any(unspelt in tokens for tokens in scored):
+        return None
     return sum(len(text.encode()) for text in tokenizer.decode_batch(scored))
 
 
@@ -213,8 +219,8 @@ def _table(evaluation: Evaluation, mean: int) -> Table:
 
     def row(name: str, loss: float) -> None:
         ratio = "–" if unigram is None else f"{math.exp(loss - unigram):.3f}"
-        bits = loss * evaluation.tokens / evaluation.bytes / math.log(2)
-        table.add_row(name, f"{loss:.4f}", f"{math.exp(loss):.2f}", f"{bits:.3f}", ratio)
+        bits = evaluation.bits_per_byte(loss)
+        table.add_row(name, f"{loss:.4f}", f"{math.exp(loss):.2f}", "–" if bits is None else f"{bits:.3f}", ratio)
 
     for depth, loss in evaluation.losses.items():
         row(f"{depth}{' (training mean)' if depth == mean else ''}", loss)

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from loopscale.config import Config, load
+from loopscale.config.study import load_study
 from loopscale.depth import DepthLaw
 from loopscale.model.memory import predict_memory
 from loopscale.model.ring import draws_at, works_at
 from loopscale.plan.layout import Layout
 from loopscale.plan.timetable import idle_shares
 
-RUNS = Path(__file__).parents[2] / "configs/run"
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUNS, STUDIES = CONFIGS / "run", CONFIGS / "studies"
 
 
 def run(name: str, *overrides: str) -> Config:
@@ -107,33 +109,43 @@ def test_arms_of_paper_b_differ_in_what_the_paper_varies():
         assert pln.model_copy(update={"depth": learned.depth, "optimizer": learned.optimizer}) == learned
 
 
-ARMS = {
-    "per-loop": ("per_loop", "rmsnorm", 0.0, "none"),
-    "per-loop-raw": ("per_loop", "raw", 0.0, "none"),
-    "per-loop-final-only": ("per_loop", "final_only", 0.0, "none"),
-    "per-loop-penalty": ("per_loop", "rmsnorm", 0.01, "none"),
-    "per-loop-between": ("per_loop", "rmsnorm", 0.0, "rmsnorm"),
-    "terminal": ("terminal", "rmsnorm", 0.0, "none"),
-    "terminal-raw": ("terminal", "raw", 0.0, "none"),
-    "terminal-penalty": ("terminal", "rmsnorm", 0.01, "none"),
+CONDITIONS = {
+    "per-loop": ("per_loop", "rmsnorm", 0.0, 0.0, "none"),
+    "per-loop-raw": ("per_loop", "raw", 0.0, 0.0, "none"),
+    "per-loop-penalty": ("per_loop", "rmsnorm", 0.01, 0.0, "none"),
+    "terminal": ("terminal", "rmsnorm", 0.0, 0.0, "none"),
+    "per-loop-between": ("per_loop", "rmsnorm", 0.0, 0.0, "rmsnorm"),
+    "per-loop-final-only": ("per_loop", "final_only", 0.0, 0.0, "none"),
+    "per-loop-anchor": ("per_loop", "rmsnorm", 0.0, 0.1, "none"),
+    "terminal-raw": ("terminal", "raw", 0.0, 0.0, "none"),
+    "terminal-penalty": ("terminal", "rmsnorm", 0.01, 0.0, "none"),
 }
+"""Paper A's: objective, readout, weights of penalty and anchor, norm between loops."""
 
 
-def test_every_arm_of_paper_a_is_known():
-    assert {path.stem.removeprefix("readout-129m-") for path in RUNS.glob("readout-129m-*.yaml")} == set(ARMS)
+@pytest.mark.parametrize("name", ["blind-spot", "blind-spot-44m", "blind-spot-129m"])
+def test_studies_of_paper_a_hold_its_conditions_and_differ_in_nothing_else(name):
+    runs = load_study(STUDIES / f"{name}.yaml").runs
+    assert [(r.arm, r.seed) for r in runs] == [(arm, seed) for seed in (42, 101, 202) for arm in CONDITIONS]
+    for each in runs:
+        config, base = each.loaded.config, runs[0].loaded.config
+        objective, model = config.objective, config.model
+        found = (objective.kind, model.readout, objective.norm_penalty, objective.anchor, model.between)
+        assert found == CONDITIONS[each.arm] and objective.anchor_target == 1
+        assert config.model_copy(update={"model": base.model, "objective": base.objective, "run": base.run}) == base
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_an_arm_of_paper_a_is_its_condition_on_one_gpu(name):
-    config, base = run(f"readout-129m-{name}"), run("readout-129m-per-loop")
-    found = (config.objective.kind, config.model.readout, config.objective.norm_penalty, config.model.between)
-    assert found == ARMS[name]
-    assert config.model_copy(update={"model": base.model, "objective": base.objective}) == base
+@pytest.mark.parametrize(
+    ("name", "sequences", "steps", "millions", "memory"),
+    [("blindspot-44m", 64, 100_000, 43.9, 16), ("blindspot-129m", 32, 200_000, 128.8, 20.3)],
+)
+def test_runs_of_paper_a_fit_one_gpu(name, sequences, steps, millions, memory):
+    config = run(name)
     layout = Layout.of(config, 1, 1)
-    tokens = layout.batch.global_batch * config.corpus.sequence_length
-    assert (layout.batch.microbatch, tokens, config.train.steps) == (32, 8192, 200_000)
-    assert round(layout.counts.total / 1e6, 1) == 128.8
-    assert gib(layout) == pytest.approx([20.3], abs=1)
+    assert (layout.batch.global_batch, layout.batch.microbatch, config.corpus.sequence_length) == (sequences, sequences, 256)
+    assert config.train.steps == steps
+    assert round(layout.counts.total / 1e6, 1) == millions
+    assert gib(layout) == pytest.approx([memory], abs=1)
     assert (config.depth.prior, config.depth.mean, config.model.tied_head) == ("fixed", 4, True)
 
 

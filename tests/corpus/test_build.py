@@ -199,6 +199,14 @@ def test_an_existing_tokenizer_is_used_as_it_is(tmp_path: Path) -> None:
     assert sorted(kept) == sorted([*texts(20), "spelt out <|endoftext|> inside"])
 
 
+def test_a_vocabulary_of_words_is_trained_where_asked_for(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"same words, number{i}" for i in range(20)])
+    corpus = built(tmp_path / "out", source, tokenizer={"kind": "words", "vocab_size": 300})
+    # " ", ",", "same", "words" behind four specials; the numbers occur once
+    assert (corpus.tokenizer_name, corpus.vocab_size, corpus.end_of_text) == ("words-8", 8, 2)
+    assert documents_of(corpus, "train") == ["same words, "] * corpus.split("train").documents
+
+
 def test_sources_too_small_to_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 2 are needed"):
         built(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["same", "same"]))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from loopscale.cli import main
+from loopscale.corpus.tokenizer import train_words
+from loopscale.evaluate.run import scored_bytes
 
 
 @pytest.mark.ranks
@@ -31,3 +35,16 @@ def test_a_diagnosis_of_a_checkpoint_is_that_of_the_run(mesh, runs, threads_as_b
     assert "equilibrium at depth 3" in shown and f"contraction {written['equilibrium']['contraction']:.3f} a visit" in shown
     assert f"{written['equilibrium']['truncation']['1']['error']:.4f}" in shown
     assert "norms of tokens by loop" in shown and "loss at depth 3 by scale" in shown and f"{found['clamp']['rms']:+.4f}" in shown
+
+
+def test_bits_per_byte_are_told_where_every_scored_token_spells_its_bytes():
+    tokenizer = train_words(["five words é"] * 2, 300)
+    restored = SimpleNamespace(tokenizer=tokenizer)
+    assert scored_bytes(restored, [sample(tokenizer, "five words é")]) == len("five words é".encode()) - len("five")
+    assert scored_bytes(restored, [sample(tokenizer, "five other é")]) is None
+
+
+def sample(tokenizer, text):
+    """All but the first token scored."""
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    return SimpleNamespace(targets=torch.cat((torch.tensor([-100]), ids[1:])))
