@@ -84,6 +84,7 @@ def _runs(study: StudyResults) -> str:
 def _course(member: Member) -> list[str]:
     last = member.run.records[-1] if member.run and member.run.records else {}
     notes = [] if member.finished else ["left out"]
+    notes += [f"{name} cannot be read and is left out" for name in (member.run.unreadable if member.run else ())]
     if last.get("skipped"):
         notes.append(f"{last['skipped']} steps skipped")
     tokens = f"{last['tokens']:,}" if last.get("tokens") else ""
