@@ -7,11 +7,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from loopscale.report import scale_figures
 from loopscale.report import study_findings as findings
 from loopscale.report.findings import perplexity
 from loopscale.report.panel import Panel, empty_figure, log_axis, loop_ticks
 from loopscale.report.statistics import Estimate, estimate, paired_difference, rounded, thinned, total_variation
 from loopscale.report.study import Arm, StudyResults, final_rms, law_entropy, law_mean, validation_loss
+from loopscale.report.study_exits import frontier
 from loopscale.report.study_styles import styles
 
 POINTS = 200
@@ -30,17 +32,29 @@ Courses = dict[str, dict[int, Estimate]]
 
 
 def panels(study: StudyResults) -> list[Panel]:
-    """All figures, in their order on the page."""
-    laws = {arm.name: found for arm in study.arms if (found := arm.laws())}
-    return [
+    """All figures that there is something for, in their order on the page."""
+    found = (
         final_perplexity(study),
         held_out(study),
-        *laws_over_time(laws),
-        final_law(study, laws),
-        law_course(study, "mean", "loops", law_mean),
-        law_course(study, "entropy", "nats", law_entropy),
+        scale_figures.gain(study),
+        frontier(study),
+        *(of_laws(study) if study.has_laws else ()),
         state_scale(study),
-    ]
+        scale_figures.final_norm(study),
+        scale_figures.token_norms(study),
+        scale_figures.radial(study),
+        scale_figures.clamp(study),
+    )
+    return [panel for panel in found if panel]
+
+
+def of_laws(study: StudyResults) -> Iterator[Panel]:
+    """How the laws of depths moved, and where they ended."""
+    laws = {arm.name: found for arm in study.arms if (found := arm.laws())}
+    yield from laws_over_time(laws)
+    yield final_law(study, laws)
+    yield law_course(study, "mean", "loops", law_mean)
+    yield law_course(study, "entropy", "nats", law_entropy)
 
 
 def final_perplexity(study: StudyResults) -> Panel:
