@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from loopscale.report import findings
-from loopscale.report.panel import Panel, empty_figure, log_ticks, mode
+from loopscale.report.panel import Panel, empty_figure, log_axis, mode
 from loopscale.report.run import Run
 from loopscale.report.statistics import mean_law, total_variation
 
@@ -90,9 +90,7 @@ def perplexity(run: Run) -> Panel:
     references = {name: math.exp(nats) for name, nats in _baselines(run).items()}
     shown = {name: value for name, value in references.items() if near[0] <= value <= near[1]}
     _add_references(figure, shown, finite, ".1f")
-    values = [*finite.values(), *shown.values()]
-    ticks = log_ticks(min(values), max(values))
-    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    figure.update_yaxes(log_axis([*finite.values(), *shown.values()]))
     far = [f"{name} {findings.number(value)}" for name, value in references.items() if name not in shown]
     note = protocol(evaluation) + (f"; off the scale: {', '.join(far)}" if far else "")
     return Panel("perplexity", title, note, rows, figure)

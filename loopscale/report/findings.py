@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 FLAT = 0.01
 """Perplexities within this share of each other are called flat."""
@@ -25,6 +25,12 @@ def count(value: float) -> str:
         if value >= 0.9995 * size:  # 999,600 is 1M, not 1000k
             return f"{value / size:.3g}{letter}"
     return f"{value:,.0f}"
+
+
+def span(values: Collection[float], shown: Callable[[float], str] = count) -> str:
+    """The value that all share, or the least and the largest."""
+    low, high = shown(min(values)), shown(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def perplexity(nats: float) -> float:

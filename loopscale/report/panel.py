@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sized
+from collections.abc import Collection, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,12 @@ def loop_ticks(loops: int) -> dict[str, Any]:
 def mode(points: Sized) -> str:
     """One point alone makes no line."""
     return "lines" if len(points) > 1 else "markers"
+
+
+def log_axis(values: Collection[float]) -> dict[str, Any]:
+    """Of a logarithmic axis that ``values``, all above zero, are read on."""
+    ticks = log_ticks(min(values), max(values))
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
 
 
 def log_ticks(low: float, high: float) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from loopscale.errors import UsageError
+from loopscale.report.exits import Exits
 
 Entry = dict[str, Any]
 
@@ -27,6 +28,8 @@ class Run:
     manifest: Entry = field(default_factory=dict)
     evaluation: Entry | None = None
     """The newest of evaluations/*.json that went through depths."""
+    exits: Exits | None = None
+    """That of the newest checkpoint among evaluations/*-exits.json."""
     unreadable: list[str] = field(default_factory=list)
     """Files that could not be read and are left out."""
 
@@ -80,7 +83,17 @@ def read_run(folder: Path) -> Run:
             return {}
         return entry
 
-    evaluations = [read(path) for path in sorted((folder / "evaluations").glob("*.json"))]
+    def read_exits(path: Path) -> Exits | None:
+        entry = read(path)
+        try:
+            return Exits.model_validate(entry) if entry else None
+        except ValueError:
+            unreadable.append(str(path.relative_to(folder)))
+            return None
+
+    paths = sorted((folder / "evaluations").glob("*.json"))
+    exits = [found for path in paths if path.stem.endswith("-exits") and (found := read_exits(path))]
+    evaluations = [read(path) for path in paths if not path.stem.endswith("-exits")]
     manifest = read(folder / "manifest.json")
     return Run(
         name=manifest.get("name") or folder.resolve().name,
@@ -93,6 +106,7 @@ def read_run(folder: Path) -> Run:
             key=lambda each: each.get("created") or "",
             default=None,
         ),
+        exits=max(exits, key=lambda each: each.age, default=None),
         unreadable=unreadable,
     )
 

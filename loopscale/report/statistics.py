@@ -21,6 +21,10 @@ class Estimate:
     n: int
     """Seeds."""
 
+    @property
+    def rounded_error(self) -> float | None:
+        return None if self.error is None else rounded(self.error, 3)
+
 
 def estimate(values: Iterable[float | None]) -> Estimate | None:
     """The mean of n values, m = Σ x / n, and its standard error, s / √n with s² = Σ (x - m)² / (n - 1); None without a value."""

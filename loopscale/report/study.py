@@ -108,6 +108,11 @@ class StudyResults:
         return self.arms[0]
 
     @property
+    def has_laws(self) -> bool:
+        """Whether depths are drawn in one of the arms: else there is no law to show."""
+        return any(arm.config.depth.prior != "fixed" for arm in self.arms)
+
+    @property
     def left_out(self) -> list[Member]:
         return [member for member in self.members if not member.finished]
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from loopscale.report import scale_figures
 from loopscale.report import study_findings as findings
 from loopscale.report.findings import perplexity
-from loopscale.report.panel import Panel, empty_figure, log_ticks, loop_ticks
+from loopscale.report.panel import Panel, empty_figure, log_axis, loop_ticks
 from loopscale.report.statistics import Estimate, estimate, paired_difference, rounded, thinned, total_variation
 from loopscale.report.study import Arm, StudyResults, final_rms, law_entropy, law_mean, validation_loss
+from loopscale.report.study_exits import frontier
+from loopscale.report.study_styles import styles
 
 POINTS = 200
 """Of a curve, at most, while a figure has no more than five: with more of them, five times as many are shared."""
@@ -21,36 +24,44 @@ TIMES = 40
 """Of a heat map, at most, in the same way."""
 VISIBLE = 1e-3
 """Laws are drawn as far as a probability reaches this."""
-ROLES = 8
-"""Colours for arms in the style sheet; with more arms they come again, dashed."""
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 
 NO_LAW = "The records hold no law: they are of a loopscale that did not write it."
 
-Style = dict[str, Any]
 Courses = dict[str, dict[int, Estimate]]
 """Curves by arm and step."""
 
 
 def panels(study: StudyResults) -> list[Panel]:
-    """All figures, in their order on the page."""
-    laws = {arm.name: found for arm in study.arms if (found := arm.laws())}
-    return [
+    """All figures that there is something for, in their order on the page."""
+    found = (
         final_perplexity(study),
         held_out(study),
-        *laws_over_time(laws),
-        final_law(study, laws),
-        law_course(study, "mean", "loops", law_mean),
-        law_course(study, "entropy", "nats", law_entropy),
+        scale_figures.gain(study),
+        frontier(study),
+        *(of_laws(study) if study.has_laws else ()),
         state_scale(study),
-    ]
+        scale_figures.final_norm(study),
+        scale_figures.token_norms(study),
+        scale_figures.radial(study),
+        scale_figures.clamp(study),
+    )
+    return [panel for panel in found if panel]
+
+
+def of_laws(study: StudyResults) -> Iterator[Panel]:
+    """How the laws of depths moved, and where they ended."""
+    laws = {arm.name: found for arm in study.arms if (found := arm.laws())}
+    yield from laws_over_time(laws)
+    yield final_law(study, laws)
+    yield law_course(study, "mean", "loops", law_mean)
+    yield law_course(study, "entropy", "nats", law_entropy)
 
 
 def final_perplexity(study: StudyResults) -> Panel:
     """Held-out perplexity at the end by depth."""
     rows: list[dict[str, Any]] = [
         {"arm": arm.name, "depth": depth}
-        | {"perplexity": rounded(found.mean, 6), "standard_error": _rounded(found.error), "seeds": found.n}
+        | {"perplexity": rounded(found.mean, 6), "standard_error": found.rounded_error, "seeds": found.n}
         for arm in study.arms
         for depth in arm.depths
         if (found := final_perplexities(arm, depth))
@@ -76,9 +87,7 @@ def final_perplexity(study: StudyResults) -> Panel:
             hovertemplate="%{y:.2f}",
             **style,
         )
-    values = [row["perplexity"] for row in rows]
-    ticks = log_ticks(min(values), max(values))
-    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    figure.update_yaxes(log_axis([row["perplexity"] for row in rows]))
     return Panel("perplexity", title, "At the last step; mean over seeds, bars: ± one standard error.", rows, figure)
 
 
@@ -172,9 +181,7 @@ def state_scale(study: StudyResults) -> Panel:
     if not courses:
         return Panel("state_scale", "The state's scale is not known", "The records hold no norm of the state.", [], None)
     figure = _lines(study, courses, "RMS of a token's state (log scale)", ".3g")
-    values = [point.mean for course in courses.values() for point in course.values()]
-    ticks = log_ticks(min(values), max(values))
-    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    figure.update_yaxes(log_axis([point.mean for course in courses.values() for point in course.values()]))
     note = "After the last loop of a step's deepest draw; mean over tokens and seeds."
     return Panel("state_scale", findings.scale_finding(courses), note, _course_rows(courses, "rms"), figure)
 
@@ -182,22 +189,6 @@ def state_scale(study: StudyResults) -> Panel:
 def final_perplexities(arm: Arm, depth: int) -> Estimate | None:
     """exp(loss) at the end over the seeds: the mean of perplexities, not the exponential of the mean loss."""
     return estimate(None if nats is None else perplexity(nats) for nats in arm.losses(depth).values())
-
-
-def styles(study: StudyResults) -> Iterator[tuple[Arm, Style]]:
-    """Each arm with what marks it in all figures: place in the file, not among the finished, so that it keeps its colour."""
-    order = list(study.changes)
-    for arm in study.arms:
-        place = order.index(arm.name)
-        yield (
-            arm,
-            {
-                "name": arm.name,
-                "meta": f"arm-{place % ROLES + 1}",
-                "marker_symbol": SYMBOLS[place % ROLES],
-                "line_dash": "solid" if place < ROLES else "dot",
-            },
-        )
 
 
 # --- shaping ---------------------------------------------------------------------------------------------------------
@@ -220,7 +211,7 @@ def _share(most: int, arms: int) -> int:
 
 def _course_rows(courses: Courses, column: str) -> list[dict[str, Any]]:
     return [
-        {"arm": arm, "step": step, column: rounded(point.mean, 6), "standard_error": _rounded(point.error), "seeds": point.n}
+        {"arm": arm, "step": step, column: rounded(point.mean, 6), "standard_error": point.rounded_error, "seeds": point.n}
         for arm, points in courses.items()
         for step, point in points.items()
     ]
@@ -239,10 +230,6 @@ def _lines(study: StudyResults, courses: Courses, unit: str, form: str) -> go.Fi
                 **style,
             )
     return figure
-
-
-def _rounded(error: float | None) -> float | None:
-    return None if error is None else rounded(error, 3)
 
 
 def _reach(laws: Iterable[list[float]]) -> int:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from loopscale.report.findings import SAME_SCALE, change
+from loopscale.report.findings import SAME_SCALE, change, number
 from loopscale.report.statistics import Estimate
 
 SAME_LAW = 1e-3
 """Laws within this total variation of each other are called the same; what is cut from their tails is less."""
 ROUNDING = 1e-9
 """An error of this share of its mean is floating point's."""
+BLIND = 1e-6
+"""A loss whose gradient has less of a radial part does not see the state's scale; that of random directions has some 1e-2."""
+CLAMPS = {"rms": "held at the RMS of loop 1", "radial": "moved without radial part"}
+"""What a clamp does to each token's state."""
 STILL = 0.005
 """A mean or an entropy of a law that moves by less than this stays: two decimals show no more."""
 
@@ -22,7 +26,10 @@ def measured(value: Estimate, signed: bool = False) -> str:
     if value.error is None or value.error <= abs(value.mean) * ROUNDING:
         mean = f"{value.mean:{plus},.0f}" if abs(value.mean) >= 1000 else f"{value.mean:{plus}.4g}"
         return mean if value.error is None else f"{mean} ± 0"
-    decimals = min(6, max(0, 1 - math.floor(math.log10(value.error))))
+    decimals = max(0, 1 - math.floor(math.log10(value.error)))
+    if decimals > 6 and abs(value.mean) < 1e-3:
+        return f"{value.mean:{plus}.2g} ± {value.error:.2g}"
+    decimals = min(6, decimals)
     return f"{value.mean:{plus},.{decimals}f} ± {value.error:,.{decimals}f}"
 
 
@@ -106,3 +113,85 @@ def scale_finding(courses: Mapping[str, Mapping[int, Estimate]]) -> str:
     if all(abs(ratio - 1) < SAME_SCALE for ratio in growth.values()):
         return f"{start} keeps its scale{' in all arms' if len(growth) > 1 else ''}"
     return f"{start} {change(growth[most])} in {most}" + (f" and {change(growth[least])} in {least}" if len(growth) > 1 else "")
+
+
+def final_norm_finding(norms: Mapping[str, Estimate]) -> str:
+    """In which arm states ended largest and in which smallest."""
+    most, least = _ends({arm: found.mean for arm, found in norms.items()})
+    if len(norms) == 1:
+        return f"{most}'s states end with a norm of {measured(norms[most])}"
+    ratio = norms[most].mean / norms[least].mean
+    if ratio - 1 < SAME_SCALE:
+        return f"The states of all arms end about as large, with norms of {measured(norms[least])} to {measured(norms[most])}"
+    return (
+        f"{most}'s states end largest, with a norm of {measured(norms[most])}:"
+        f" {number(ratio)}× that of {least}'s, the smallest, {measured(norms[least])}"
+    )
+
+
+def gain_finding(gains: Mapping[str, Estimate], gaps: Mapping[str, Estimate]) -> str:
+    """In which arm loops after the first gain most and in which least, as a difference of perplexity and as a ratio."""
+
+    def told(arm: str) -> str:
+        return f"in {arm}, by {measured(gains[arm])} ({number(gaps[arm].mean)}×)"
+
+    most, least = _ends({arm: found.mean for arm, found in gains.items()})
+    start = "Loops after the first lower perplexity"
+    return f"{start} {told(most)}" if len(gains) == 1 else f"{start} most {told(most)}, and least {told(least)}"
+
+
+def radial_finding(fractions: Mapping[str, float]) -> str:
+    """Which arm's loss sees the state's scale; radial parts of the gradient of the last loop's own loss, by arm."""
+    most, least = _ends(fractions)
+    if fractions[most] < BLIND:
+        whose = "in all arms" if len(fractions) > 1 else f"in {most}"
+        start = f"The last loop's loss is blind to the state's scale {whose}"
+        return f"{start}: at most {fractions[most]:.1e} of its gradient is radial"
+    if len(fractions) == 1:
+        return f"The last loop's loss sees the state's scale in {most}: {fractions[most]:.1e} of its gradient is radial"
+    parts = f"{fractions[most]:.1e} is radial in {most}, {fractions[least]:.1e} in {least}"
+    start = f"Of the gradient of the last loop's loss {parts}"
+    return f"{start}, which is blind to the state's scale" if fractions[least] < BLIND else start
+
+
+def clamp_finding(changes: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """The largest change of the loss by a clamp; changes are by kind and arm."""
+    flat = {(kind, arm): found for kind, own in changes.items() for arm, found in own.items()}
+    kind, arm = max(flat, key=lambda each: abs(flat[each].mean))
+    most = f"{measured(flat[kind, arm], signed=True)} nats with states {CLAMPS[kind]}"
+    return f"Clamping the state's scale changes the loss most in {arm}: {most}"
+
+
+def tail_finding(tails: Mapping[str, float]) -> str:
+    """In which arm norms spread widest; tails are 99th percentiles over medians."""
+    if not tails:
+        return "Norms of tokens"
+    most, least = _ends(tails)
+    start = f"Of {most}'s tokens the norm's 99th percentile is {number(tails[most])}× the median"
+    if len(tails) == 1:
+        return start
+    if tails[most] / tails[least] - 1 < SAME_SCALE:
+        return f"In all arms the 99th percentile of tokens' norms is about {number(tails[most])}× the median"
+    return f"{start}, the widest spread; of {least}'s {number(tails[least])}×"
+
+
+def frontier_finding(points: Mapping[str, tuple[float, float]], target: float) -> str:
+    """What has the lowest perplexity, and what is the fastest of those that come within ``target`` times that.
+
+    Args:
+        points: Perplexity and tokens per second of each way to leave the loop.
+    """
+    best = min(points, key=lambda way: points[way][0])
+    lowest, rate = points[best]
+    near = [way for way, (value, _) in points.items() if value <= lowest * target]
+    fastest = max(near, key=lambda way: points[way][1])
+    start = f"The lowest perplexity is {number(lowest)}, of {best}"
+    if fastest == best:
+        return f"{start}; nothing within {target:g}× of it is faster"
+    value, speed = points[fastest]
+    return f"{start}; within {target:g}× of it the fastest is {fastest}, {number(speed / rate)}× as fast at {number(value)}"
+
+
+def _ends(values: Mapping[str, float]) -> tuple[str, str]:
+    """The arms of the largest and of the smallest value."""
+    return max(values, key=lambda arm: values[arm]), min(values, key=lambda arm: values[arm])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from loopscale.report.document import document, write
-from loopscale.report.findings import count
+from loopscale.report.findings import span
 from loopscale.report.sections import moment
 from loopscale.report.study import Arm, StudyResults, read_study
 from loopscale.report.study_figures import final_perplexities, panels
@@ -46,7 +46,7 @@ def summary(study: StudyResults) -> str:
     compared = (
         f"{arms} arm{'s' * (arms != 1)} ({names}) with {len(seeds)} seed{'s' * (len(seeds) != 1)} each"
         f" ({', '.join(map(str, seeds))}): looped language models{_size(study)}, trained for"
-        f" {_range([arm.config.train.steps for arm in study.arms], '{:,}'.format)} steps{_tokens(study)} of {_corpora(study)}"
+        f" {span([arm.config.train.steps for arm in study.arms], '{:,}'.format)} steps{_tokens(study)} of {_corpora(study)}"
     )
     results = "; ".join(filter(None, map(_result, study.arms)))
     text = f"<b>{escape(study.name)}</b> compares {escape(compared)}."
@@ -85,23 +85,17 @@ def _protocol(study: StudyResults) -> str:
 
 def _size(study: StudyResults) -> str:
     totals = [total for run in study.finished if (total := run.about("parameters").get("total"))]
-    return f" of {_range(totals)} parameters" if totals else ""
+    return f" of {span(totals)} parameters" if totals else ""
 
 
 def _tokens(study: StudyResults) -> str:
     tokens = [value for run in study.finished if (value := run.records[-1].get("tokens"))]
-    return f" on {_range(tokens)} tokens" if tokens else ""
+    return f" on {span(tokens)} tokens" if tokens else ""
 
 
 def _corpora(study: StudyResults) -> str:
     paths = [str(run.about("corpus").get("path") or "") for run in study.finished]
     return ", ".join(dict.fromkeys(path for path in paths if path)) or str(study.reference.config.corpus.path)
-
-
-def _range(values: Collection[int], shown: Callable[[float], str] = count) -> str:
-    """The value that all share, or the least and the largest."""
-    low, high = shown(min(values)), shown(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def _origin(study: StudyResults) -> str:

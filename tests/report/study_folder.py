@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,42 @@ def records(arm: str, seed: int, steps: int = STEPS, every: int = 10) -> list[di
             | ({"validation": losses} if step % 50 == 0 else {})
         )
     return found
+
+
+def diagnosis(norm: float, counts: dict[int, int], radial: list[float] | None, **changes: Any) -> dict[str, Any]:
+    """What a diagnosis at depth 3 says of scale; ``counts``: tokens by the quarter octave above 1 that their norm lies in."""
+    bins = range(min(counts), max(counts) + 1)
+    rows = [[sum(counts.values())] + [0] * (len(bins) - 1)] * 2 + [[counts.get(each, 0) for each in bins]]
+    spread = {name: [1.0, 1.0, share * norm] for name, share in (("mean", 1.0), ("median", 0.8), ("p99", 2.0), ("max", 3.0))}
+    return {
+        "depth": 3,
+        "norms": spread | {"std": [0.0] * 3, "edges": [2 ** (each / 4) for each in (*bins, bins.stop)], "counts": rows},
+        **({} if radial is None else {"radial_fraction": radial}),
+        "loss": 4.0,
+        "token_correlation": 0.5,
+    } | changes
+
+
+def exits(loss: float, rate: float, **changes: Any) -> dict[str, Any]:
+    """An evaluation of exits whose three depths have losses falling by half a nat to ``loss``, and ``rate`` / depth tokens/s."""
+    points = [{"depth": r, "loss": loss + (3 - r) / 2, "tokens_per_second": rate / r} for r in (1, 2, 3)]
+    margin = {"threshold": 0.3, "loss": loss, "tokens_per_second": rate / 2, "mean_loops": 2.0, "exits": [0.25, 0.5, 0.25]}
+    return {
+        "created": "2026-11-30T06:20:00+00:00",
+        "checkpoint": f"step-{STEPS}",
+        "source": "validation split of data/sotu",
+        "protocol": "batches of 16, fp32",
+        "depth": 3,
+        "target": 1.01,
+        "calibration": {"sequences": 4, "tokens": 124},
+        "measured": {"sequences": 8, "tokens": 248},
+        "fixed": points,
+        "rules": {"margin": margin},
+    } | changes
+
+
+def write_exits(run: Path, evaluation: dict[str, Any]) -> None:
+    (run / "evaluations" / f"{evaluation['checkpoint']}-exits.json").write_text(json.dumps(evaluation))
 
 
 def study_file(folder: Path, arms: dict[str, list[str]] | None = None, seeds: tuple[int, ...] = SEEDS) -> Path:

@@ -22,6 +22,8 @@ def course(first: float, last: float) -> dict[int, Estimate]:
         (Estimate(94.3217, None, 1), False, "94.32"),
         (Estimate(12345.6, None, 1), False, "12,346"),
         (Estimate(12345.6, 123.0, 2), False, "12,346 ± 123"),
+        (Estimate(2.0e-8, 1.2e-8, 3), False, "2e-08 ± 1.2e-08"),
+        (Estimate(0.5, 1e-8, 3), False, "0.500000 ± 0.000000"),
     ],
 )
 def test_a_measured_value_shows_two_digits_of_its_error(value, signed, text):
@@ -73,3 +75,57 @@ def test_the_states_scale():
 
 def test_held_out_loss_of_one_arm():
     assert findings.loss_course_finding({"a": course(6, 4.5)}) == "Held-out loss ends at 4.500 nats after 500 steps"
+
+
+def test_norms_at_the_end():
+    say = findings.final_norm_finding
+    a, b = Estimate(39207.0, 120.0, 3), Estimate(17.2, 0.4, 3)
+    assert say({"a": a, "b": b}) == (
+        "a's states end largest, with a norm of 39,207 ± 120: 2,279× that of b's, the smallest, 17.20 ± 0.40"
+    )
+    assert say({"b": b}) == "b's states end with a norm of 17.20 ± 0.40"
+    assert say({"a": b, "b": b}) == "The states of all arms end about as large, with norms of 17.20 ± 0.40 to 17.20 ± 0.40"
+
+
+def test_gains_of_loops():
+    gains, gaps = {"a": Estimate(0.22, 0.01, 3), "b": Estimate(-0.01, 0.002, 3)}, {"a": Estimate(1.04, None, 1)}
+    assert findings.gain_finding(gains, gaps | {"b": Estimate(0.998, None, 1)}) == (
+        "Loops after the first lower perplexity most in a, by 0.220 ± 0.010 (1.04×), and least in b, by -0.0100 ± 0.0020 (1.00×)"
+    )
+    assert (
+        findings.gain_finding({"a": gains["a"]}, gaps) == "Loops after the first lower perplexity in a, by 0.220 ± 0.010 (1.04×)"
+    )
+
+
+def test_what_a_loss_sees():
+    say = findings.radial_finding
+    assert say({"a": 4e-8, "b": 1e-9}) == (
+        "The last loop's loss is blind to the state's scale in all arms: at most 4.0e-08 of its gradient is radial"
+    )
+    assert (
+        say({"a": 4e-8}) == "The last loop's loss is blind to the state's scale in a: at most 4.0e-08 of its gradient is radial"
+    )
+    assert say({"a": 0.04}) == "The last loop's loss sees the state's scale in a: 4.0e-02 of its gradient is radial"
+    assert say({"a": 0.04, "b": 0.01}) == "Of the gradient of the last loop's loss 4.0e-02 is radial in a, 1.0e-02 in b"
+
+
+def test_tails_of_norms():
+    say = findings.tail_finding
+    assert say({"a": 4.5, "b": 1.02}) == (
+        "Of a's tokens the norm's 99th percentile is 4.50× the median, the widest spread; of b's 1.02×"
+    )
+    assert say({"a": 4.5}) == "Of a's tokens the norm's 99th percentile is 4.50× the median"
+    assert say({}) == "Norms of tokens"
+
+
+def test_the_largest_change_by_a_clamp_may_be_a_fall():
+    changes = {"rms": {"a": Estimate(0.004, None, 1)}, "radial": {"a": Estimate(-0.0055, None, 1)}}
+    assert findings.clamp_finding(changes) == (
+        "Clamping the state's scale changes the loss most in a: -0.0055 nats with states moved without radial part"
+    )
+
+
+def test_a_frontier_on_which_nothing_is_faster():
+    assert findings.frontier_finding({"a at depth 3": (60.0, 900.0), "a at depth 1": (61.0, 2000.0)}, 1.01) == (
+        "The lowest perplexity is 60.0, of a at depth 3; nothing within 1.01× of it is faster"
+    )
