@@ -72,6 +72,8 @@ class LoopedStage(nn.Module):
         self.table = holders(model, max_positions)
         if initialise:
             self.initialise()
+        else:
+            self._clear_padding()
 
     def _build_home(self, model: ModelConfig, kernels: KernelName) -> None:
         d, sharing = model.hidden_size, self.sharing
@@ -110,6 +112,13 @@ class LoopedStage(nn.Module):
             whole = {w.name: initial(w, self.model, self.seed) for w in holder.weights}
             for box, here in holder.views(parameter, self.sharing.rank, self.sharing.size):
                 here.copy_(whole[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        """No weight is loaded into it, and a gradient of 0 times a NaN of memory that nobody wrote would be a NaN."""
+        for holder, parameter in self.held():
+            if holder.padded:
+                parameter.zero_()
 
     # ---- what the executor asks for
 

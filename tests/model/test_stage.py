@@ -224,3 +224,16 @@ def test_a_microbatch_that_is_done_leaves_no_mask(mesh):
     assert "mask" not in vars(inputs.documents)
     made = inputs.documents.mask
     assert made is inputs.documents.mask
+
+
+def test_padding_holds_zeros_where_weights_are_to_be_loaded():
+    """A gradient of 0 there times a NaN would be a NaN in the gradient of the state."""
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is then NaN
+    try:
+        stage = build("fixedpoint", initialise=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    rows = {holder.parameter: parameter for holder, parameter in stage.held() if holder.padded}
+    assert set(rows) == {"embedding.weight", "head.weight"} and {len(r) for r in rows.values()} == {128}
+    assert not any(r[VOCABULARY:].any() for r in rows.values())
+    assert stage.core_block.layers["0"].mlp.linear_fc2.weight.isnan().all()
