@@ -23,6 +23,7 @@ Pretrain looped language models: one shared transformer block applied R times.
   eval RUN                 held-out perplexity at every depth
   generate RUN PROMPT      text from a checkpoint
   report RUN | --study F   one HTML page of a run, or of a study's runs side by side
+  convert FROM OUT         a checkpoint into another format (--to), or one of another format into ours
   launch slurm|local ...   start a run as a SLURM job or as processes of one terminal; its status, logs, end
   doctor                   what is installed, and what each absence costs
 """
@@ -152,6 +153,17 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--study", type=Path, metavar="FILE", help="compare the runs of a study, instead of RUN")
     report.add_argument("--out", type=Path, metavar="FILE", help="write the page here")
 
+    convert = command("convert", _convert, "A checkpoint into another format, or a model of another format into a checkpoint.")
+    convert.add_argument(
+        "source", metavar="FROM", help="with --to a run folder or a checkpoint; else a folder with config.json and weights"
+    )
+    convert.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    convert.add_argument("--to", choices=_FORMATS, help="the format to write")
+    convert.add_argument("--from", dest="of", choices=_FORMATS, help="the format to read; default as its config.json tells")
+    convert.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; default the one in FROM")
+    convert.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="with --to: of the written weights (fp32)")
+    convert.add_argument("--shard-size", type=_gib, default=5, metavar="GIB", help="with --to: of a file of weights at most (5)")
+
     _launch_commands(commands, command)
 
     doctor = command("doctor", _doctor, "What is installed here, and what each absence costs.")
@@ -191,6 +203,16 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     for any_of in (status, logs, cancel, requeue):
         any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
+
+
+_FORMATS = ("huginn", "ouro", "parcae", "xllm")
+
+
+def _gib(text: str) -> float:
+    """A number above 0, for argparse."""
+    if not re.fullmatch(r"[0-9]{0,6}(\.[0-9]{1,6})?", text) or not text.strip(".") or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return float(text)
 
 
 def _whole(text: str) -> int:
@@ -469,6 +491,31 @@ def _report(options: argparse.Namespace) -> int:
     print(path)
     if left_out:
         print(left_out, file=sys.stderr)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from loopscale.convert.run import export, import_
+    from loopscale.corpus.progress import progress_to
+    from loopscale.errors import UsageError
+
+    progress = progress_to(sys.stderr)
+    try:
+        if options.to is None:
+            check = import_(Path(options.source), options.of, options.out, progress, tokenizer=options.tokenizer)
+        elif options.of is not None or options.tokenizer is not None:
+            raise UsageError(
+                "--to writes a checkpoint in another format and --from reads one of another format; give one of them"
+            )
+        else:
+            import torch
+
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+            size = int(options.shard_size * 2**30)
+            check = export(options.source, options.to, options.out, progress, dtype=dtype, shard_bytes=size)
+    finally:
+        progress.close()
+    print(f"written {options.out}; {check}")
     return 0
 
 

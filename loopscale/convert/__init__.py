@@ -1,0 +1,1 @@
+"""Models of other people's formats into ours, and ours into theirs."""

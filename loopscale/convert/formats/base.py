@@ -1,0 +1,88 @@
+"""What a format says of itself: its configuration in both directions, and a rule for each of its tensors."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from loopscale.config import Config
+from loopscale.convert.mapping import Rule
+from loopscale.errors import CheckpointError, UsageError
+
+Values = dict[str, dict[str, Any]]
+"""Values of our configuration, by section and key."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A value that a model of ours must have to be of a format."""
+
+    key: str
+    """Dotted."""
+    allowed: tuple[Any, ...]
+
+
+class Format(ABC):
+    """One format. Formats have no state: they are used as they are."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Sequence[Need]]
+    """What the format's own code does and cannot be asked to do otherwise."""
+    buffers: ClassVar[Sequence[str]] = ()
+    """Names of tensors that follow from the configuration and are not read."""
+
+    @abstractmethod
+    def recognises(self, about: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is one of this format."""
+
+    @abstractmethod
+    def values(self, about: Mapping[str, Any]) -> Values:
+        """Our configuration of their `config.json`. Raises :class:`CheckpointError` naming a value that ours cannot have."""
+
+    @abstractmethod
+    def about(self, config: Config) -> dict[str, Any]:
+        """Their `config.json` of a configuration of ours that fits."""
+
+    @abstractmethod
+    def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
+        """A rule for each tensor that they hold."""
+
+    def tied(self, config: Config) -> Mapping[str, str]:
+        """Names that stand for the tensor of another one where weights are tied, and that one's name."""
+        return {}
+
+    def refuse_unfit(self, config: Config) -> None:
+        """Raises :class:`UsageError` naming the first property of the model that the format does not have."""
+        for need in self.needs:
+            section, key = need.key.split(".")
+            found = getattr(getattr(config, section), key)
+            if found not in need.allowed:
+                allowed = " or ".join(map(str, need.allowed))
+                raise UsageError(f"the model cannot be of the format {self.name}: {need.key} is {found}, must be {allowed} there")
+
+    def refuse_other(self, config: Config, key: str, value: float) -> None:
+        """As :meth:`refuse_unfit`, of a number that the format's code works out."""
+        section, name = key.split(".")
+        found = getattr(getattr(config, section), name)
+        if found is None or not math.isclose(found, value, rel_tol=1e-6):
+            raise UsageError(f"the model cannot be of the format {self.name}: {key} is {found}, must be {value:.6g} there")
+
+
+def wanted(about: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    """A value that a `config.json` must have; raises :class:`CheckpointError` where it is not there or of another kind."""
+    if key not in about:
+        raise CheckpointError(f"config.json has no {key}, which cannot be told from the weights")
+    value = about[key]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+        named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise CheckpointError(f"config.json: {key} is {value!r}, must be {named}")
+    return value
+
+
+def must_be(about: Mapping[str, Any], key: str, *allowed: Any) -> None:
+    """Raises :class:`CheckpointError` where a value is there and is none that our model can have."""
+    if key in about and about[key] not in allowed:
+        raise CheckpointError(f"config.json: {key} is {about[key]!r}; only {' or '.join(map(repr, allowed))} can be read")

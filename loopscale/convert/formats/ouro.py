@@ -1,0 +1,121 @@
+"""Ouro (arXiv 2510.25741), `OuroForCausalLM`: the whole stack looped, its final norm after every loop, and an exit gate on it.
+
+Its positions turn the halves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from loopscale.config import Config
+from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.mapping import Ours, Rule
+
+NORMS = {
+    "input_layernorm": "attention_norm",
+    "input_layernorm_2": "attention_post_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_layernorm_2": "mlp_post_norm",
+}
+
+
+class Ouro(Format):
+    name: ClassVar = "ouro"
+    needs: ClassVar = (
+        Need("model.layer_norm", ("branch",)),
+        Need("model.activation", ("swiglu",)),
+        Need("model.prelude_layers", (0,)),
+        Need("model.coda_layers", (0,)),
+        Need("model.inject", ("none",)),
+        Need("model.state_init", ("embedding",)),
+        Need("model.between", ("shared",)),
+        Need("model.readout", ("rmsnorm",)),
+        Need("model.exit_gate", ("normed",)),
+        Need("model.positions", ("rope",)),
+        Need("model.qk_norm", (False,)),
+        Need("model.qk_bias", (False,)),
+        Need("model.value_embeddings", (False,)),
+        Need("model.coda_norm", (False,)),
+        Need("model.coda_linear", (False,)),
+        Need("model.embedding_multiplier", (1.0,)),
+    )
+
+    def recognises(self, about: Mapping[str, Any]) -> bool:
+        return about.get("model_type") == "ouro"
+
+    def values(self, about: Mapping[str, Any]) -> Values:
+        must_be(about, "hidden_act", "silu")
+        must_be(about, "attention_bias", False)
+        must_be(about, "use_sliding_window", False)
+        must_be(about, "rope_scaling", None)
+        if set(about.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            must_be(about, "layer_types", None)
+        return {
+            "model": {
+                "vocab_size": wanted(about, "vocab_size", int),
+                "hidden_size": wanted(about, "hidden_size", int),
+                "heads": wanted(about, "num_attention_heads", int),
+                "kv_heads": wanted(about, "num_key_value_heads", int),
+                "head_dim": about.get("head_dim"),
+                "ffn_size": wanted(about, "intermediate_size", int),
+                "prelude_layers": 0,
+                "core_layers": wanted(about, "num_hidden_layers", int),
+                "coda_layers": 0,
+                "layer_norm": "branch",
+                "inject": "none",
+                "state_init": "embedding",
+                "between": "shared",
+                "exit_gate": "normed",
+                "tied_head": wanted(about, "tie_word_embeddings", bool),
+                "rope_base": float(wanted(about, "rope_theta", (int, float))),
+                "rope_interleaved": False,
+                "norm_eps": wanted(about, "rms_norm_eps", float),
+                "norm_centered": False,
+            },
+            "depth": {"prior": "fixed", "mean": wanted(about, "total_ut_steps", int), "backprop": None},
+            "objective": {"kind": "exit_gate"},
+            "corpus": {"sequence_length": wanted(about, "max_position_embeddings", int)},
+        }
+
+    def about(self, config: Config) -> dict[str, Any]:
+        model = config.model
+        return {
+            "architectures": ["OuroForCausalLM"],
+            "model_type": "ouro",
+            "vocab_size": model.vocabulary,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.ffn_size,
+            "num_hidden_layers": model.core_layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.key_value_heads,
+            "head_dim": model.head_width,
+            "hidden_act": "silu",
+            "max_position_embeddings": config.corpus.sequence_length,
+            "rope_theta": model.rope_base,
+            "rms_norm_eps": model.norm_eps,
+            "tie_word_embeddings": model.tied_head,
+            "layer_types": ["full_attention"] * model.core_layers,
+            "use_sliding_window": False,
+            "total_ut_steps": config.depth.evaluation_depth,
+            "early_exit_threshold": 1.0,
+            "torch_dtype": "float32",
+        }
+
+    def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
+        model, ours = config.model, Ours.of(config.model, config.corpus.sequence_length)
+        rules = [ours.same("model.embed_tokens.weight", "embedding.tokens")]
+        for i, layer in enumerate(ours.layers()):
+            at = f"model.layers.{i}"
+            rules += [ours.gain(f"{at}.{theirs}.weight", f"{layer}.{own}", centered=False) for theirs, own in NORMS.items()]
+            rules += [ours.turned(f"{at}.self_attn.{x}_proj.weight", f"{layer}.{x}", turn="halves") for x in "qkv"]
+            rules.append(ours.same(f"{at}.self_attn.o_proj.weight", f"{layer}.out"))
+            rules += [ours.same(f"{at}.mlp.{x}_proj.weight", f"{layer}.{x}") for x in ("gate", "up", "down")]
+        rules.append(ours.gain("model.norm.weight", "readout.norm", centered=False))
+        rules += [ours.same(f"model.early_exit_gate.{x}", f"gate.{x}") for x in ("weight", "bias")]
+        if not model.tied_head:
+            rules.append(ours.same("lm_head.weight", "head"))
+        return rules
+
+    def tied(self, config: Config) -> Mapping[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if config.model.tied_head else {}

@@ -1,0 +1,170 @@
+"""Parcae (arXiv 2604.12946), the model `Parcae` of its release, with diagonal injection.
+
+Its config.json names the class as `_class_name`; what its loader ignores (rope settings) is ignored here. Queries and keys are
+normalised with the smallest epsilon of fp32, whatever norm_eps says. The gate of a value embedding reads 32 channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from loopscale.config import Config
+from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.mapping import Ours, Rule
+from loopscale.errors import UsageError
+from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
+
+ROPE_BASE = 50_000.0
+
+
+class Parcae(Format):
+    name: ClassVar = "parcae"
+    needs: ClassVar = (
+        Need("model.layer_norm", ("pre",)),
+        Need("model.activation", ("relu2",)),
+        Need("model.inject", ("parcae",)),
+        Need("model.qk_norm", (True,)),
+        Need("model.value_embeddings", (True,)),
+        Need("model.coda_linear", (True,)),
+        Need("model.between", ("none",)),
+        Need("model.readout", ("rmsnorm",)),
+        Need("model.state_init", ("truncated_normal",)),
+        Need("model.positions", ("rope",)),
+        Need("model.rope_base", (ROPE_BASE,)),
+        Need("model.qk_bias", (False,)),
+        Need("model.coda_norm", (False,)),
+        Need("model.exit_gate", ("none",)),
+        Need("model.kv_heads", (None,)),
+        Need("model.head_dim", (None,)),
+    )
+    buffers: ClassVar = ("freqs_cis",)
+
+    def recognises(self, about: Mapping[str, Any]) -> bool:
+        return about.get("_class_name") == "ParcaeConfig"
+
+    def values(self, about: Mapping[str, Any]) -> Values:
+        for key, *allowed in (
+            ("injection_type", "diagonal"), ("block_class_name", "TransformerPreNormBlock"), ("norm_class_name", "RMSNorm"),
+            ("mlp_class_name", "BaseMLP"), ("nonlin_name", "ReLU2"), ("bias", False), ("qk_bias", False), ("qk_norm", True),
+            ("prelude_norm", True), ("state_init", "like-init"), ("clip_qkv", None), ("logit_softcap", None),
+            ("mup_model_scaling_factor", 1),
+        ):  # fmt: skip
+            wanted(about, key, object)
+            must_be(about, key, *allowed)
+        width, heads = wanted(about, "n_embd", int), wanted(about, "num_attention_heads", int)
+        inner = wanted(about, "intermediate_size", int)
+        must_be(about, "num_key_value_heads", heads)
+        must_be(about, "recurrent_embedding_dimension", width)
+        must_be(about, "recurrent_intermediation_embedding_dimension", inner)
+        must_be(about, "recurrent_num_attention_heads", None, heads)
+        return {
+            "model": {
+                "vocab_size": wanted(about, "vocab_size", int),
+                "hidden_size": width,
+                "heads": heads,
+                "ffn_size": inner,
+                "prelude_layers": wanted(about, "n_layers_in_prelude", int),
+                "core_layers": wanted(about, "n_layers_in_recurrent_block", int),
+                "coda_layers": wanted(about, "n_layers_in_coda", int),
+                "activation": "relu2",
+                "qk_norm": True,
+                "value_embeddings": True,
+                "inject": "parcae",
+                "state_init": "truncated_normal",
+                "state_std": math.sqrt(2 / (5 * width)),
+                "coda_linear": True,
+                "tied_head": wanted(about, "tie_embeddings", bool),
+                "rope_base": ROPE_BASE,
+                "norm_eps": wanted(about, "norm_eps", float),
+                "norm_centered": False,
+                "init_scheme": "scaled_zero",
+            },
+            "depth": {
+                "prior": "poisson",
+                "mean": wanted(about, "mean_recurrence", int),
+                "backprop": wanted(about, "mean_backprop_depth", int),
+                "per_sequence": wanted(about, "recurrent_iteration_method", str) == "per-sequence",
+            },
+            "corpus": {"sequence_length": wanted(about, "block_size", int)},
+        }
+
+    def about(self, config: Config) -> dict[str, Any]:
+        model, depth = config.model, config.depth
+        return {
+            "_class_name": "ParcaeConfig",
+            "block_size": config.corpus.sequence_length,
+            "n_embd": model.hidden_size,
+            "intermediate_size": model.ffn_size,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.heads,
+            "vocab_size": model.vocabulary,
+            "padding_multiple": 64,
+            "padded_vocab_size": -(-model.vocabulary // 64) * 64,
+            "block_class_name": "TransformerPreNormBlock",
+            "norm_class_name": "RMSNorm",
+            "norm_eps": model.norm_eps,
+            "mlp_class_name": "BaseMLP",
+            "nonlin_name": "ReLU2",
+            "bias": False,
+            "qk_bias": False,
+            "qk_norm": True,
+            "clip_qkv": None,
+            "logit_softcap": None,
+            "mup_model_scaling_factor": 1,
+            "init_strategy": "scaled-zero",
+            "init_orthogonal": True,
+            "injection_type": "diagonal",
+            "prelude_norm": True,
+            "state_init": "like-init",
+            "n_layers_in_prelude": model.prelude_layers,
+            "n_layers_in_recurrent_block": model.core_layers,
+            "n_layers_in_coda": model.coda_layers,
+            "recurrent_embedding_dimension": model.hidden_size,
+            "recurrent_intermediation_embedding_dimension": model.ffn_size,
+            "recurrent_num_attention_heads": None,
+            "mean_recurrence": depth.evaluation_depth,
+            "mean_backprop_depth": depth.gradient_visits(depth.evaluation_depth),
+            "sampling_scheme": "poisson-truncated-full",
+            "recurrent_iteration_method": "per-sequence" if depth.per_sequence else "per-batch",
+            "tie_embeddings": model.tied_head,
+        }
+
+    def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
+        model, ours = config.model, Ours.of(config.model, config.corpus.sequence_length)
+        rows, layers = wanted(about, "padded_vocab_size", int), list(ours.layers())
+        rules = [ours.vocabulary("transformer.wte.weight", "embedding.tokens", rows)]
+        for i, layer in enumerate(layers):
+            part, number = layer.split(".")
+            at = f"transformer.{'core_block' if part == 'core' else part}.{number}"
+            rules += [
+                ours.gain(f"{at}.norm_{n}.weight", f"{layer}.{x}_norm", centered=False) for n, x in ((1, "attention"), (2, "mlp"))
+            ]
+            rules += [ours.turned(f"{at}.attn.c_{x}.weight", f"{layer}.{x}", turn="pairs") for x in "qkv"]
+            rules.append(ours.same(f"{at}.attn.c_proj.weight", f"{layer}.out"))
+            if has_value_embedding(i, len(layers)):
+                rules.append(ours.same(f"{at}.attn.ve_gate.weight", f"{layer}.value_gate"))
+                rules.append(ours.vocabulary(f"value_embeds.{i}.weight", f"{layer}.value_embedding", rows))
+            rules += [ours.same(f"{at}.mlp.{x}.weight", f"{layer}.{own}") for x, own in (("fc", "up"), ("proj", "down"))]
+        rules += [
+            ours.same(f"transformer.adapter.{x}", f"inject.{own}")
+            for x, own in (("A_log",) * 2, ("dt_bias",) * 2, ("B", "weight"))
+        ]
+        rules.append(ours.gain("transformer.ln_prelude.weight", "inject.norm", centered=False))
+        rules.append(ours.same("transformer.C.weight", "coda_linear"))
+        rules.append(ours.gain("transformer.ln_f.weight", "readout.norm", centered=False))
+        if not model.tied_head:
+            rules.append(ours.vocabulary("lm_head.weight", "head", rows))
+        return rules
+
+    def tied(self, config: Config) -> Mapping[str, str]:
+        return {"lm_head.weight": "transformer.wte.weight"} if config.model.tied_head else {}
+
+    def refuse_unfit(self, config: Config) -> None:
+        super().refuse_unfit(config)
+        self.refuse_other(config, "model.state_std", math.sqrt(2 / (5 * config.model.hidden_size)))
+        self.refuse_other(config, "model.embedding_multiplier", 1.0)
+        if (width := config.model.hidden_size) < VALUE_GATE_CHANNELS:
+            least = f"must be {VALUE_GATE_CHANNELS} at least there"
+            raise UsageError(f"the model cannot be of the format parcae: model.hidden_size is {width}, {least}")

@@ -1,0 +1,161 @@
+"""xLLM-Loop (arXiv 2610.06833, part II of the release): prelude, core and coda of Llama blocks, or dense.
+
+Norm gains are stored less 1, positions pair neighbouring channels. config.json holds the model's values as `model`; values that
+it leaves out have the defaults of the release's code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from loopscale.config import Config
+from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.mapping import Ours, Rule
+from loopscale.errors import CheckpointError
+
+HALF_LOG_FIVE = 0.5 * math.log(5)
+
+
+class Xllm(Format):
+    name: ClassVar = "xllm"
+    needs: ClassVar = (
+        Need("model.layer_norm", ("pre",)),
+        Need("model.activation", ("swiglu",)),
+        Need("model.inject", ("ortho", "diagonal", "parcae")),
+        Need("model.state_init", ("normal",)),
+        Need("model.between", ("none",)),
+        Need("model.readout", ("rmsnorm",)),
+        Need("model.positions", ("rope",)),
+        Need("model.qk_norm", (False,)),
+        Need("model.qk_bias", (False,)),
+        Need("model.value_embeddings", (False,)),
+        Need("model.coda_norm", (False,)),
+        Need("model.coda_linear", (False,)),
+        Need("model.exit_gate", ("none",)),
+        Need("model.tied_head", (False,)),
+        Need("model.embedding_multiplier", (1.0,)),
+    )
+
+    def recognises(self, about: Mapping[str, Any]) -> bool:
+        model = about.get("model")
+        return isinstance(model, dict) and model.get("arch") == "huginn"
+
+    def values(self, about: Mapping[str, Any]) -> Values:
+        theirs = wanted(about, "model", dict)
+        for key, *allowed in (
+            ("arch", "huginn"), ("swiglu", True), ("apply_rmsnorm", True), ("qknorm", False), ("apply_attn_gate", False),
+            ("residual_func", "base", "add"), ("layernorm_num_groups", 1), ("norm_affine", True), ("num_experts", 0),
+            ("scale_emb", False), ("huginn_hierarchical_state", "none"), ("huginn_state_init", "normal"),
+            ("huginn_input_injection", "diagonal"), ("huginn_recurrent_exit_norm", "none"), ("huginn_diagonal_a_init", 1.0),
+            ("huginn_ortho_projection_eps", 1e-6), ("output_size", -1, theirs.get("vocab_size")),
+        ):  # fmt: skip
+            must_be(theirs, key, *allowed)
+        wanted(theirs, "huginn_state_init", str)
+        width, heads = wanted(theirs, "model_dim", int), wanted(theirs, "num_heads", int)
+        head = theirs.get("head_dim") or width // heads
+        must_be(theirs, "rope_head_dim", None, head)
+        drawn = theirs.get("huginn_sampling_scheme", "fixed") != "fixed"
+        learned = theirs.get("huginn_depth_prior", "none") == "learned"
+        prelude, coda = wanted(theirs, "huginn_prelude_layers", int), wanted(theirs, "huginn_coda_layers", int)
+        return {
+            "model": {
+                "vocab_size": wanted(theirs, "vocab_size", int),
+                "hidden_size": width,
+                "heads": heads,
+                "kv_heads": theirs.get("num_kv_heads") or heads,
+                "head_dim": head,
+                "ffn_size": wanted(theirs, "ffn_hidden_dim", int),
+                "prelude_layers": prelude,
+                "core_layers": theirs.get("huginn_recurrent_layers") or wanted(theirs, "num_layers", int) - prelude - coda,
+                "coda_layers": coda,
+                "inject": self._injection(theirs),
+                "state_init": "normal",
+                "rope_base": float(wanted(theirs, "rope_base", (int, float))),
+                "norm_eps": wanted(theirs, "rmsnorm_eps", float),
+                "norm_centered": True,
+            },
+            "depth": {
+                "prior": "learned" if learned else "pln" if drawn else "fixed",
+                "mean": wanted(theirs, "huginn_poisson_lognormal_target_mean" if drawn else "loop_times", (int, float)),
+                "sigma": theirs.get("huginn_poisson_lognormal_sigma", 0.5),
+                "cap": theirs.get("huginn_poisson_lognormal_max", 64),
+                "entropy_coef": theirs.get("huginn_depth_prior_entropy", 0.0),
+                "backprop": theirs.get("huginn_backprop_depth"),
+            },
+            "corpus": {"sequence_length": 8192},  # the file does not say; the release trains and evaluates at this
+        }
+
+    @staticmethod
+    def _injection(theirs: Mapping[str, Any]) -> str:
+        normed = theirs.get("huginn_prelude_norm", "none") != "none"
+        orthogonal = theirs.get("huginn_prelude_orthogonal", False)
+        if normed and orthogonal:
+            raise CheckpointError("config.json: huginn_prelude_norm and huginn_prelude_orthogonal together cannot be read")
+        return "ortho" if orthogonal else "parcae" if normed else "diagonal"
+
+    def about(self, config: Config) -> dict[str, Any]:
+        model, depth = config.model, config.depth
+        drawn = depth.prior in ("pln", "learned")
+        return {
+            "model": {
+                "arch": "huginn",
+                "huginn_depth_control": True,
+                "num_layers": model.prelude_layers + model.core_layers + model.coda_layers,
+                "model_dim": model.hidden_size,
+                "num_heads": model.heads,
+                "num_kv_heads": model.key_value_heads,
+                "head_dim": model.head_width,
+                "ffn_hidden_dim": model.ffn_size,
+                "vocab_size": model.vocabulary,
+                "swiglu": True,
+                "apply_bias_term": True,
+                "apply_rmsnorm": True,
+                "rmsnorm_eps": model.norm_eps,
+                "attn_gate_func": "silu",
+                "rope_base": model.rope_base,
+                "rope_head_dim": model.head_width,
+                "chunk_size": 1024,
+                "causal_attn_backend": "flash",
+                "fused_block": False,
+                "init_mode": "gaussian",
+                "init_std": model.init_std,
+                "loop_times": depth.evaluation_depth,
+                "loop_start_layer": model.prelude_layers,
+                "loop_end_layers": model.prelude_layers + model.core_layers,
+                "huginn_prelude_layers": model.prelude_layers,
+                "huginn_recurrent_layers": model.core_layers,
+                "huginn_coda_layers": model.coda_layers,
+                "huginn_state_init": "normal",
+                "huginn_input_injection": "diagonal",
+                "huginn_diagonal_dt_init": 1.0 if model.inject == "diagonal" else HALF_LOG_FIVE,
+                "huginn_prelude_norm": "rms" if model.inject == "parcae" else "none",
+                "huginn_prelude_orthogonal": model.inject == "ortho",
+                "huginn_sampling_scheme": "poisson-lognormal-capped" if drawn else "fixed",
+                "huginn_poisson_lognormal_target_mean": depth.mean,
+                "huginn_poisson_lognormal_sigma": depth.sigma,
+                "huginn_poisson_lognormal_max": depth.cap,
+                "huginn_backprop_depth": depth.backprop,
+                "huginn_depth_prior": "learned" if depth.prior == "learned" else "none",
+                "huginn_depth_prior_entropy": depth.entropy_coef if depth.prior == "learned" else 0.0,
+            }
+        }
+
+    def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
+        model, ours = config.model, Ours.of(config.model, config.corpus.sequence_length)
+        rules = [ours.same("embed.weight", "embedding.tokens")]
+        for i, layer in enumerate(ours.layers()):
+            attention, mlp = f"layers.{i}.attention", f"layers.{i}.nffn"
+            rules.append(ours.gain(f"{attention}.norm.weight", f"{layer}.attention_norm", centered=True))
+            rules += [ours.turned(f"{attention}.w{x}.weight", f"{layer}.{x}", turn="pairs") for x in "qkv"]
+            rules.append(ours.same(f"{attention}.wo.weight", f"{layer}.out"))
+            rules.append(ours.gain(f"{mlp}.norm.weight", f"{layer}.mlp_norm", centered=True))
+            rules += [ours.same(f"{mlp}.fc{n}.weight", f"{layer}.{x}") for n, x in ((1, "gate"), (2, "down"), (3, "up"))]
+        rules += [ours.same(f"input_injection.{x}", f"inject.{x}") for x in ("A_log", "dt_bias")]
+        rules.append(ours.same("input_injection.input_adapter.weight", "inject.weight"))
+        if model.inject == "parcae":
+            rules.append(ours.gain("huginn_prelude_norm_module.weight", "inject.norm", centered=True))
+        rules.append(ours.gain("output.final_norm.weight", "readout.norm", centered=True))
+        rules.append(ours.same("output.output.weight", "head"))
+        return rules

@@ -1,0 +1,325 @@
+"""``loopscale convert``: a checkpoint of ours into another format, or one of another format into ours.
+
+Tensors go through memory one rule at a time. OUT appears when all of it is there. Then it is read back, and its logits are
+compared with those of what it was made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopscale.checkpoint import store
+from loopscale.checkpoint.commit import Folder, read_small
+from loopscale.checkpoint.inspect import verified
+from loopscale.checkpoint.parts import PartReader, Piece
+from loopscale.checkpoint.restore import find
+from loopscale.config import Config, from_values
+from loopscale.convert.formats import FORMATS
+from loopscale.convert.formats.base import Format
+from loopscale.convert.mapping import Rule
+from loopscale.convert.tensors import Planned, Source, write_shards
+from loopscale.corpus.progress import Progress
+from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
+from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
+from loopscale.errors import CheckpointError, UsageError
+from loopscale.model.inputs import Documents, Inputs
+from loopscale.model.stage import LoopedStage
+from loopscale.model.weights import Holder
+from loopscale.train.folder import config_text
+
+SHARD_BYTES = 5 * 2**30
+"""Of a shard at most, a larger tensor aside."""
+PROBE = 32
+"""Tokens of the sequence that is compared."""
+LISTED = 6
+"""Names that a sentence lists."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was read back, against what it was made of."""
+
+    tokens: int
+    depth: int
+    difference: float
+    """The largest of any logit."""
+    largest: float
+    """Of the logits."""
+    stored: torch.dtype
+
+    def __str__(self) -> str:
+        stored = str(self.stored).removeprefix("torch.")
+        return (
+            f"read back: logits of {self.tokens} random tokens at depth {self.depth}, computed in fp32 from {stored}, differ by "
+            f"{self.difference:.1e} at most (they reach {self.largest:.1f})"
+        )
+
+
+def export(
+    where: str | Path,
+    name: str,
+    out: Path,
+    progress: Progress,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> Check:
+    """Writes a checkpoint, or the newest whole one of a run, to the folder ``out`` in the format ``name``. A call that was killed
+    is made again, and keeps the shards that are whole.
+
+    Raises :class:`UsageError` naming the first property of the model that the format does not have, or where ``out`` exists,
+    and :class:`CheckpointError` for a damaged checkpoint.
+    """
+    form = FORMATS[name]
+    with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
+        source, _ = find(where, Path(cache))
+        config = config_of(source)
+        form.refuse_unfit(config)
+        manifest, reader, about = verified(source, progress), PartReader(source), form.about(config)
+        rules = form.rules(config, about)
+        told = _told(progress, sum(math.prod(rule.shape) for rule in rules) * dtype.itemsize)
+        with _building(out, content_digest([manifest.dump(), name, str(dtype), shard_bytes])) as work:
+            planned = [Planned(rule.theirs, rule.shape, _maker(rule, reader)) for rule in rules]
+            for written in write_shards(work, planned, dtype, shard_bytes):
+                told(written)
+            write_json(work / "config.json", about)
+            shutil.copyfile(source / "tokenizer.json", work / "tokenizer.json")
+        expected = _logits(config, lambda holder_names: {n: _stored(reader, n) for n in holder_names})
+    return _compared(expected, _logits_of(form, out, None)[1], config, dtype)
+
+
+def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, tokenizer: Path | None = None) -> Check:
+    """Writes the model in ``folder``, of the format ``name`` or of that which its `config.json` tells, as a checkpoint of ours:
+    `loopscale.load(out)` gives it, and `train --init out` goes on from it.
+
+    Raises :class:`UsageError` where ``out`` exists or no format or tokenizer is found, and :class:`CheckpointError` that lists
+    tensors which are unknown, missing or of another shape, or names a value of the configuration that ours cannot be.
+    """
+    if out.exists():
+        raise UsageError(f"{out} already exists; name a folder that does not")
+    about, source = _about(folder), Source(folder)
+    form = _recognised(folder, about, name)
+    config = _config_of(form, about, folder)
+    rules = form.rules(config, about)
+    _refuse_others(folder, source, form, config, rules)
+    words = _tokenizer_of(folder, tokenizer, config)
+    told = _told(progress, sum(4 * math.prod(p.weight.shape) for rule in rules for p in rule.parts))
+    pieces = [
+        _Converted(f"weight/{part.weight.name}", part.weight.shape, (0,) * len(part.weight.shape),
+                   torch.empty(part.weight.shape, device="meta"), rule=rule, place=i, source=source, told=told)
+        for rule in rules
+        for i, part in enumerate(rule.parts)
+    ]  # fmt: skip
+    files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words.read_bytes()}
+    storage = _Out(out)
+    try:
+        store.save(storage, store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files))
+    finally:  # also when it is interrupted
+        storage.abandon(0)
+    expected = _logits_of(form, folder, about)[1]
+    reader = PartReader(out)
+    found = _logits(config, lambda names: {n: _stored(reader, n) for n in names})
+    return _compared(expected, found, config, torch.float32)
+
+
+def config_of(checkpoint: Path) -> Config:
+    return from_values(Config, store.load_config(checkpoint), f"config.yaml of {checkpoint.name}").config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading theirs
+
+
+def _about(folder: Path) -> Mapping[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no config.json; give a folder with a model's config.json and weights")
+    try:
+        about = json.loads(read_small(folder, "config.json", store.CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be read ({error})") from None
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{folder}/config.json does not hold keys and values")
+    return about
+
+
+def _config_of(form: Format, about: Mapping[str, Any], folder: Path) -> Config:
+    """Ours; what a format does not tell has the defaults, and a batch that no one has trained with."""
+    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, f"{folder}/config.json").config
+
+
+def _recognised(folder: Path, about: Mapping[str, Any], name: str | None) -> Format:
+    found = [form for form in FORMATS.values() if form.recognises(about)]
+    if name is not None:
+        return FORMATS[name]
+    if not found:
+        raise UsageError(f"{folder}/config.json is of none of the formats {', '.join(FORMATS)}; --from names one")
+    return found[0]
+
+
+def _refuse_others(folder: Path, source: Source, form: Format, config: Config, rules: Sequence[Rule]) -> None:
+    """Every tensor of theirs is one of a rule, stands for one, or follows from the configuration; and none is missing."""
+    expected, tied = {rule.theirs: rule.shape for rule in rules}, form.tied(config)
+    names = set(source.names)
+    odd = [f"{n} is unknown" for n in sorted(names - expected.keys() - tied.keys() - set(form.buffers))]
+    odd += [f"{n} is missing" for n in expected if n not in names]
+    shapes = {n: source.shape(n) for n in expected if n in names}
+    odd += [f"{n} has shape {list(shape)}, must be {list(expected[n])}" for n, shape in shapes.items() if shape != expected[n]]
+    odd += [
+        f"{n} differs from {of}, with which it is tied"
+        for n, of in tied.items()
+        if n in names and of in names and not torch.equal(source.read(n), source.read(of))
+    ]
+    if odd:
+        more = f"; and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
+        raise CheckpointError(f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}")
+
+
+def _tokenizer_of(folder: Path, given: Path | None, config: Config) -> Path:
+    """A tokenizer.json that fits the model."""
+    places = [given] if given else [folder / "tokenizer.json", folder / "tokenizer/tokenizer.json"]
+    path = next((p for p in places if p.is_file()), None)
+    if path is None:
+        raise UsageError(f"{places[0]} does not exist; --tokenizer names a tokenizer.json")
+    tokenizer = load_tokenizer(path)
+    end_of_text(tokenizer, path)
+    if (size := vocabulary_size(tokenizer)) > config.model.vocabulary:
+        raise UsageError(f"{path} has {size} tokens, the model {config.model.vocabulary}; --tokenizer names another")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Converted(Piece):
+    """A weight of ours that is made of theirs when it is asked for; ``here`` has a shape only."""
+
+    rule: Rule
+    place: int
+    source: Source
+    told: Callable[[int], None]
+
+    def read(self) -> Tensor:
+        values = self.rule.back(self.source.read(self.rule.theirs).float())[self.place].contiguous()
+        self.told(values.nbytes)
+        return values
+
+
+class _Out(Folder):
+    """One checkpoint at a path of its own."""
+
+    def __init__(self, out: Path):
+        super().__init__(out.parent)
+        self._out = out
+
+    def begin(self, step: int) -> None:
+        self.abandon(step)
+        (self.writing(step) / "tensors").mkdir(parents=True)
+
+    def writing(self, step: int) -> Path:
+        return self.folder / f"converting-{self._out.name}"
+
+    def publish(self, step: int) -> None:
+        sync_tree(self.writing(step))
+        self.writing(step).rename(self._out)
+        sync(self.folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing theirs
+
+
+@contextlib.contextmanager
+def _building(out: Path, plan: str) -> Iterator[Path]:
+    """A folder to write, which becomes ``out`` at the end; what a killed call with the same ``plan`` wrote is still in it."""
+    if out.exists():
+        raise UsageError(f"{out} already exists; name a folder that does not")
+    work = out.with_name(f"converting-{out.name}")
+    with locked(out.with_name(f".{out.name}.lock"), wait=False) as mine:
+        if not mine:
+            raise UsageError(f"{out} is being written by another process")
+        known = work / "plan.json"
+        if not known.is_file() or json.loads(known.read_text()) != plan:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            write_json(known, plan)
+        yield work
+        known.unlink()
+        sync_tree(work)
+        work.rename(out)
+        sync(out.parent)
+        out.with_name(f".{out.name}.lock").unlink()
+
+
+def _maker(rule: Rule, reader: PartReader) -> Callable[[], Tensor]:
+    return lambda: rule.out([_stored(reader, part.weight.name) for part in rule.parts])
+
+
+def _stored(reader: PartReader, name: str) -> Tensor:
+    """A weight of a checkpoint of ours."""
+    values = torch.empty(reader.index[f"weight/{name}"].shape)
+    reader.read([Piece(f"weight/{name}", tuple(values.shape), (0,) * values.dim(), values)])
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading back
+
+
+def _logits_of(form: Format, folder: Path, about: Mapping[str, Any] | None) -> tuple[Config, Tensor]:
+    """Logits of a folder of theirs, by our model of what its configuration says."""
+    about, source = about or _about(folder), Source(folder)
+    config = _config_of(form, about, folder)
+    made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        return {n: rule.back(source.read(rule.theirs).float())[i] for n in names for rule, i in [made_of[n]]}
+
+    return config, _logits(config, read)
+
+
+@torch.no_grad()
+def _logits(config: Config, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Tensor:
+    """Of a sequence of random tokens at the evaluation depth, [S, V], fp32."""
+    length, depth = min(PROBE, config.corpus.sequence_length), config.depth.evaluation_depth
+    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, initialise=False)
+    for holder, parameter in stage.held():
+        _fill(stage, holder, parameter, read([w.name for w in holder.weights]))
+    tokens = torch.randint(config.model.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    documents = Documents.whole(1, length, tokens.device)
+    inputs = Inputs(tokens, tokens, documents, torch.zeros(1, dtype=torch.int64), purpose="evaluation", final_visit=depth)
+    feed, state = stage.prelude(inputs), None
+    for r in range(1, depth + 1):
+        state = stage.visit(inputs, feed, state, r)
+    assert state is not None
+    return stage.logits(stage.decode(inputs, state, depth))[:, 0]
+
+
+def _fill(stage: LoopedStage, holder: Holder, parameter: Tensor, weights: Mapping[str, Tensor]) -> None:
+    parameter.zero_()
+    for box, here in holder.views(parameter, stage.sharing.rank, stage.sharing.size):
+        here.copy_(weights[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+
+
+def _compared(expected: Tensor, found: Tensor, config: Config, stored: torch.dtype) -> Check:
+    difference = float((expected - found).abs().max())
+    return Check(len(expected), config.depth.evaluation_depth, difference, float(expected.abs().max()), stored)
+
+
+def _told(progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def told(size: int) -> None:
+        nonlocal done
+        done += size
+        progress.update("converting", done, total)
+
+    return told

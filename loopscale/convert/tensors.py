@@ -1,0 +1,177 @@
+"""Tensors in other people's files, read one at a time, and written as safetensors shards.
+
+A checkpoint is a folder: `model.safetensors`, or shards with `model.safetensors.index.json`; or the same as PyTorch pickles
+(`pytorch_model.bin`, `model.pt`), of which only tensors are read: nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from loopscale.durable import replacing, write_json
+from loopscale.errors import CheckpointError, UsageError
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = ("model.safetensors", "pytorch_model.bin", "model.pt")
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class Source:
+    """The tensors of a checkpoint folder by name."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._where = self._places()
+        self._open: tuple[str, Any] = ("", None)
+        """The file read last."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises :class:`CheckpointError` that names the file where it cannot be read."""
+        file = self._file(name)
+        return tuple(file[name].shape if isinstance(file, dict) else self._asked(name, lambda: file.get_slice(name).get_shape()))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored; raises as :meth:`shape`."""
+        file = self._file(name)
+        if isinstance(file, dict):
+            return file[name].detach().clone()
+        tensor: Tensor = self._asked(name, lambda: file.get_tensor(name))
+        return tensor
+
+    def _places(self) -> dict[str, str]:
+        """The file of each tensor."""
+        for index in INDICES:
+            if (self._folder / index).is_file():
+                return self._indexed(index)
+        for name in SINGLE:
+            if (self._folder / name).is_file():
+                file = self._opened(name)
+                return dict.fromkeys(file if isinstance(file, dict) else file.keys(), name)
+        raise UsageError(f"{self._folder} holds no weights: none of {', '.join((*INDICES, *SINGLE))}")
+
+    def _indexed(self, index: str) -> dict[str, str]:
+        try:
+            places = json.loads((self._folder / index).read_bytes())["weight_map"]
+            places = {str(name): str(file) for name, file in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self._folder / index} cannot be read ({error!r})") from None
+        for file in sorted(set(places.values())):
+            if not re.fullmatch(r"[\w-][\w.-]*", file):
+                raise CheckpointError(f"{self._folder / index} names {file!r}, which is no file beside it")
+            if not (self._folder / file).is_file():
+                raise CheckpointError(f"{self._folder / index} names {file}, which is missing")
+            held = self._opened(file)
+            own = set(held if isinstance(held, dict) else held.keys())
+            promised = {name for name, at in places.items() if at == file}
+            if own != promised:
+                odd = sorted(own ^ promised)[0]
+                raise CheckpointError(f"{self._folder / file} and {index} differ about {odd}")
+        return places
+
+    def _file(self, name: str) -> Any:
+        file = self._where[name]
+        if self._open[0] != file:
+            self._open = (file, self._opened(file))
+        return self._open[1]
+
+    def _opened(self, file: str) -> Any:
+        """A safetensors file, or the tensors of a pickle; their data are read where they are asked for."""
+        path = self._folder / file
+        try:
+            if file.endswith(".safetensors"):
+                return safe_open(path, "pt")
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{path} cannot be read: {reason}") from None
+        if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
+            raise CheckpointError(f"{path} does not hold tensors by name")
+        return held
+
+    def _asked(self, name: str, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._folder / self._where[name]} cannot be read at {name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def write_shards(folder: Path, tensors: Sequence[Planned], dtype: torch.dtype, shard_bytes: int) -> Iterator[int]:
+    """Writes tensors into shards of at most ``shard_bytes``, larger tensors aside, and their index; yields bytes written.
+
+    One tensor is in memory at a time. A shard appears when it is whole; those that are there already are kept, so a call that
+    was killed is made again.
+    """
+    shards = list(_shards(tensors, dtype.itemsize, shard_bytes))
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        single = len(shards) == 1
+        file = SINGLE[0] if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places.update(dict.fromkeys((t.name for t in shard), file))
+        if not (folder / file).exists():
+            with replacing(folder / file) as out:
+                yield from _write_shard(out, shard, dtype)
+        else:
+            yield sum(math.prod(t.shape) for t in shard) * dtype.itemsize
+    if len(shards) > 1:
+        total = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
+        write_json(folder / INDICES[0], {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _shards(tensors: Sequence[Planned], itemsize: int, most: int) -> Iterator[list[Planned]]:
+    shard, held = list[Planned](), 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * itemsize
+        if shard and held + size > most:
+            yield shard
+            shard, held = [], 0
+        shard.append(tensor)
+        held += size
+    yield shard
+
+
+def _write_shard(out: BinaryIO, shard: Sequence[Planned], dtype: torch.dtype) -> Iterator[int]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
+        header[tensor.name] = {"dtype": TYPES[dtype], "shape": tensor.shape, "data_offsets": (begin, end)}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # data are aligned
+    out.write(len(head).to_bytes(8, "little") + head)
+    for tensor in shard:
+        values = tensor.make().to(dtype).contiguous()
+        assert tuple(values.shape) == tensor.shape, tensor.name
+        out.write(values.view(torch.uint8).numpy().data if values.dim() else values.numpy().tobytes())
+        yield values.nbytes
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def tensors_by_name(source: Source) -> Mapping[str, tuple[int, ...]]:
+    """Shape of each tensor."""
+    return {name: source.shape(name) for name in source.names}
