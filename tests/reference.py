@@ -50,6 +50,9 @@ ORTHO_EPS = 1e-6
 SCALE_FLOOR = 1e-6
 """Smallest root mean square that the alpha readout divides by."""
 
+HEAD_EPS = 2.0**-23
+"""In the norm of a query or key head: torch's default for fp32, which Parcae's code takes."""
+
 GATE_CHANNELS = 32
 """Channels of the input that the gate of value embeddings reads, or all of them when there are fewer."""
 
@@ -307,7 +310,7 @@ def attention(weights: Parameters, spec: Spec, x: Tensor, mask: Tensor, tokens: 
     if spec.positions == "rope":
         q, k = rotate(spec, q), rotate(spec, k)
     if spec.qk_norm:
-        q, k = q / rms(q, spec.norm_eps), k / rms(k, spec.norm_eps)
+        q, k = q / rms(q, HEAD_EPS), k / rms(k, HEAD_EPS)
     kv_head = [j // (spec.heads // spec.kv_heads) for j in range(spec.heads)]
     scores = q @ k[:, kv_head].transpose(-1, -2) / spec.head_dim**0.5
     weight = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)

@@ -119,7 +119,7 @@ class ModelConfig(Section):
     rope_interleaved: bool = True
     """Rotate neighbouring pairs (true) or the two halves of a head (false)."""
     norm_eps: PositiveFloat = 1e-6
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm, those of `qk_norm` aside: they have the smallest of fp32, as Parcae's code."""
     norm_centered: bool = True
     """Learn a norm's gain as 1 + w (weight decay pulls it to 1) instead of as w (pulls it to 0)."""
     init_scheme: Literal["normal", "pytorch", "scaled", "scaled_zero"] = "normal"

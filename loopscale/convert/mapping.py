@@ -1,7 +1,7 @@
 """Weights of another format, one rule each: which of ours a tensor of theirs is made of, and how they lie in it.
 
-A rule holds in both directions. It moves elements and at most adds 1 to them, so a round trip is exact; but a gain w that is
-stored as w - 1 is rounded where w < 0.5, by up to 6e-8.
+A rule holds in both directions. It moves elements, and at most doubles them or adds 1, so a round trip is exact; but a gain w
+that is stored as w - 1 is rounded where w < 0.5, by up to 6e-8.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Rule:
     """Its shape, where that is another than that of those rows."""
     added: float = 0.0
     """What theirs has more than ours."""
+    times: float = 1.0
+    """What theirs is of ours: a power of two."""
     padded: int = 0
     """Rows of theirs, where zeros follow behind ours."""
 
@@ -72,13 +74,15 @@ class Rule:
         missing = self.padded - sum(len(r) for r in rows) if self.padded else 0
         rows += [rows[0].new_zeros(missing, *rows[0].shape[1:])] if missing else []
         whole = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return (whole + self.added if self.added else whole).reshape(self.shape)
+        whole = whole + self.added if self.added else whole
+        return (whole * self.times if self.times != 1 else whole).reshape(self.shape)
 
     def back(self, theirs: Tensor) -> list[Tensor]:
         """Ours of theirs, in the order of the parts."""
         sizes = [part.rows for part in self.parts]
         rows = theirs.reshape(-1, *self.parts[0].weight.shape[1:])[: sum(sizes)]
         rows = rows - self.added if self.added else rows
+        rows = rows / self.times if self.times != 1 else rows
         return [part.back(own) for part, own in zip(self.parts, rows.split(sizes), strict=True)]
 
 
@@ -93,9 +97,9 @@ class Ours:
     def of(cls, model: ModelConfig, positions: int) -> Ours:
         return cls(model, {w.name: w for holder in holders(model, positions) for w in holder.weights})
 
-    def same(self, theirs: str, *ours: str, view: tuple[int, ...] | None = None) -> Rule:
-        """The rows of ``ours``, one after the other."""
-        return Rule(theirs, tuple(Part(self.weights[name]) for name in ours), view)
+    def same(self, theirs: str, *ours: str, view: tuple[int, ...] | None = None, times: float = 1.0) -> Rule:
+        """The rows of ``ours``, one after the other, ``times`` as large."""
+        return Rule(theirs, tuple(Part(self.weights[name]) for name in ours), view, times=times)
 
     def gain(self, theirs: str, ours: str, centered: bool) -> Rule:
         """A norm's gain, stored as what it has above 1 where ``centered``."""

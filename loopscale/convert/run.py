@@ -171,6 +171,8 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
     """Every tensor of theirs is one of a rule, stands for one, or follows from the configuration; and none is missing."""
     expected, tied = {rule.theirs: rule.shape for rule in rules}, form.tied(config)
     names = set(source.names)
+    if unlike := form.unlike(config, names):
+        raise CheckpointError(f"{folder} cannot be read: {unlike}")
     odd = [f"{n} is unknown" for n in sorted(names - expected.keys() - tied.keys() - set(form.buffers))]
     odd += [f"{n} is missing" for n in expected if n not in names]
     shapes = {n: source.shape(n) for n in expected if n in names}

@@ -48,14 +48,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x, 1 + self.weight if self.centered else self.weight, self.eps)
 
 
+HEAD_EPS = torch.finfo(torch.float32).eps
+"""Of the norm of a head, which Parcae's code leaves to torch's default."""
+
+
 class HeadNorm(nn.Module):
-    """RMSNorm without a gain, over the channels of a head; built by Megatron's layer spec."""
+    """RMSNorm without a gain, over the channels of a head; built by Megatron's layer spec, with the ``eps`` of the others."""
 
     def __init__(self, config: object, hidden_size: int, eps: float):
         super().__init__()
-        self.eps = eps
         self.gain: Tensor
         self.register_buffer("gain", torch.ones(hidden_size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain, self.eps)
+        return rms_norm(x, self.gain, HEAD_EPS)

@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "state_init": "embedding", "between": "shared", "exit_gate": "normed", "rope_interleaved": False, "norm_centered": False,
     },
     "parcae": {
-        **SHAPE, "prelude_layers": 2, "core_layers": 1, "coda_layers": 2, "activation": "relu2", "qk_norm": True,
+        **SHAPE, "prelude_layers": 2, "core_layers": 2, "coda_layers": 2, "activation": "relu2", "qk_norm": True,
         "value_embeddings": True, "inject": "parcae", "state_init": "truncated_normal", "state_std": (2 / 240) ** 0.5,
         "coda_linear": True, "tied_head": True, "rope_base": 5e4, "norm_eps": 1e-5, "norm_centered": False,
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,6 +53,10 @@ class Format(ABC):
     def tied(self, config: Config) -> Mapping[str, str]:
         """Names that stand for the tensor of another one where weights are tied, and that one's name."""
         return {}
+
+    def unlike(self, config: Config, names: Collection[str]) -> str | None:
+        """What the names of their tensors tell of a design that ours is not, if they do."""
+        return None
 
     def refuse_unfit(self, config: Config) -> None:
         """Raises :class:`UsageError` naming the first property of the model that the format does not have."""

@@ -1,13 +1,13 @@
 """Parcae (arXiv 2604.12946), the model `Parcae` of its release, with diagonal injection.
 
-Its config.json names the class as `_class_name`; what its loader ignores (rope settings) is ignored here. Queries and keys are
-normalised with the smallest epsilon of fp32, whatever norm_eps says. The gate of a value embedding reads 32 channels.
+Its config.json names the class as `_class_name`; what its loader ignores (rope settings) is ignored here. Its ReLU² is halved:
+rows of `mlp.proj` are twice ours. The gate of a value embedding reads 32 channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from loopscale.config import Config
@@ -136,8 +136,7 @@ class Parcae(Format):
         rows, layers = wanted(about, "padded_vocab_size", int), list(ours.layers())
         rules = [ours.vocabulary("transformer.wte.weight", "embedding.tokens", rows)]
         for i, layer in enumerate(layers):
-            part, number = layer.split(".")
-            at = f"transformer.{'core_block' if part == 'core' else part}.{number}"
+            at = _place(layer)
             rules += [
                 ours.gain(f"{at}.norm_{n}.weight", f"{layer}.{x}_norm", centered=False) for n, x in ((1, "attention"), (2, "mlp"))
             ]
@@ -146,7 +145,8 @@ class Parcae(Format):
             if has_value_embedding(i, len(layers)):
                 rules.append(ours.same(f"{at}.attn.ve_gate.weight", f"{layer}.value_gate"))
                 rules.append(ours.vocabulary(f"value_embeds.{i}.weight", f"{layer}.value_embedding", rows))
-            rules += [ours.same(f"{at}.mlp.{x}.weight", f"{layer}.{own}") for x, own in (("fc", "up"), ("proj", "down"))]
+            rules.append(ours.same(f"{at}.mlp.fc.weight", f"{layer}.up"))
+            rules.append(ours.same(f"{at}.mlp.proj.weight", f"{layer}.down", times=2.0))
         rules += [
             ours.same(f"transformer.adapter.{x}", f"inject.{own}")
             for x, own in (("A_log",) * 2, ("dt_bias",) * 2, ("B", "weight"))
@@ -161,10 +161,49 @@ class Parcae(Format):
     def tied(self, config: Config) -> Mapping[str, str]:
         return {"lm_head.weight": "transformer.wte.weight"} if config.model.tied_head else {}
 
+    def unlike(self, config: Config, names: Collection[str]) -> str | None:
+        layers = list(Ours.of(config.model, config.corpus.sequence_length).layers())
+        gated = {i for i, layer in enumerate(layers) if f"{_place(layer)}.attn.ve_gate.weight" in names}
+        embedded = {i for i in range(len(layers)) if f"value_embeds.{i}.weight" in names}
+        ours = {i for i in range(len(layers)) if has_value_embedding(i, len(layers))}
+        if gated == embedded == ours:
+            return None
+        return (
+            f"it has value embeddings for layers {_listed(embedded)} and gates for them in layers {_listed(gated)}; only both in "
+            f"every other layer, the last one included, can be read"
+        )
+
     def refuse_unfit(self, config: Config) -> None:
         super().refuse_unfit(config)
+        layers = list(Ours.of(config.model, config.corpus.sequence_length).layers())
+        ours, gated = {i for i in range(len(layers)) if has_value_embedding(i, len(layers))}, _gated(config)
+        if gated != ours:
+            raise UsageError(
+                f"the model cannot be of the format parcae: value embeddings are in layers {_listed(ours)}, and gates for them in "
+                f"layers {_listed(gated)} there; the number of core layers must be even, and that of all others together"
+            )
         self.refuse_other(config, "model.state_std", math.sqrt(2 / (5 * config.model.hidden_size)))
         self.refuse_other(config, "model.embedding_multiplier", 1.0)
         if (width := config.model.hidden_size) < VALUE_GATE_CHANNELS:
             least = f"must be {VALUE_GATE_CHANNELS} at least there"
             raise UsageError(f"the model cannot be of the format parcae: model.hidden_size is {width}, {least}")
+
+
+def _place(layer: str) -> str:
+    """Where a layer of ours lies in their names."""
+    part, number = layer.split(".")
+    return f"transformer.{'core_block' if part == 'core' else part}.{number}"
+
+
+def _gated(config: Config) -> set[int]:
+    """Layers whose values their code gates. It asks for the parity of the last layer of the core's visits with gradient, and
+    numbers the layers of the coda after all visits of the core."""
+    model, visits = config.model, config.depth.evaluation_depth
+    before = model.prelude_layers + model.core_layers
+    last = model.core_layers * config.depth.gradient_visits(visits) - 1
+    numbers = [i if i < before else i + model.core_layers * (visits - 1) for i in range(before + model.coda_layers)]
+    return {i for i, number in enumerate(numbers) if number % 2 == last % 2}
+
+
+def _listed(layers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(layers))) or "none"
