@@ -43,12 +43,12 @@ def config(name: str, **changes: Any) -> Config:
     return from_values(Config, {"model": model, "depth": depth, **rest}).config
 
 
-def weights(of: Config, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights by global name; gains near 1, whichever way they are stored."""
+def weights(of: Config, seed: int = 0, spread: float = 0.3) -> dict[str, Tensor]:
+    """Random weights by global name, of standard deviation ``spread``; gains near 1, whichever way they are stored."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(weight: Weight) -> Tensor:
-        values = torch.randn(weight.shape, generator=generator) * 0.3
+        values = torch.randn(weight.shape, generator=generator) * spread
         return values + float(not of.model.norm_centered) if weight.kind == "norm" else values
 
     return {name: one(weight) for name, weight in Ours.of(of.model, of.corpus.sequence_length).weights.items()}
