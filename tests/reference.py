@@ -83,7 +83,7 @@ class Spec:
     value_embeddings: bool = False
     embedding_multiplier: float = 1.0
     state_init: Literal["zero", "embedding", "normal", "truncated_normal"] = "embedding"
-    between: Literal["none", "rmsnorm", "damping", "shared"] = "none"
+    between: Literal["none", "rmsnorm", "damping", "shared", "unit"] = "none"
     coda_linear: bool = False
     coda_norm: bool = False
     exit_gate: Literal["none", "raw", "normed"] = "none"
@@ -368,6 +368,8 @@ def between(parameters: Parameters, spec: Spec, h: Tensor) -> Tensor:
         return h
     if spec.between == "damping":
         return h * torch.sigmoid(parameters["between.damping"])
+    if spec.between == "unit":
+        return h / rms(h, spec.norm_eps)
     return norm(spec, h, parameters["readout.norm" if spec.between == "shared" else "between.norm"])
 
 
@@ -375,8 +377,10 @@ def decode(parameters: Parameters, spec: Spec, h: Tensor, mask: Tensor, tokens: 
     """Logits [B, S, V] of the state ``h`` after a visit, the last one when ``final``.
 
     The shared norm stands before the coda as well as in the readout; with nothing between the two, it is applied once.
-    ``coda_norm`` puts it before the coda alone: the state that is fed on stays as it is.
+    ``coda_norm`` puts it before the coda alone: the state that is fed on stays as it is. The norm without a gain (``between:
+    unit``) is decoded as well as fed on.
     """
+    h = between(parameters, spec, h) if spec.between == "unit" else h
     x = norm(spec, h, parameters["readout.norm"]) if spec.between == "shared" or spec.coda_norm else h
     if spec.coda_linear:
         x = x @ parameters["coda_linear"].T

@@ -52,7 +52,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
             "model.inject_bias",
             f"is the bias of huginn_linear, not of inject {model.inject}; use inject_bias=false, or that injection",
         )
-    if model.coda_norm and (model.readout != "rmsnorm" or not model.coda_layers or model.between == "shared"):
+    if model.coda_norm and (model.readout != "rmsnorm" or not model.coda_layers or model.between in ("shared", "unit")):
         yield Problem(
             "model.coda_norm",
             "needs readout rmsnorm, a coda, and a state that is not normalised already; use coda_norm=false",

@@ -98,9 +98,9 @@ class ModelConfig(Section):
     """The state before the first visit: zeros, the prelude's output, or keyed Gaussian noise (cut at 3 sigma)."""
     state_std: PositiveFloat | None = None
     """Standard deviation of a noisy initial state; unset: 1/sqrt(hidden_size)."""
-    between: Literal["none", "rmsnorm", "damping", "shared"] = "none"
-    """What the state passes from one visit to the next: nothing, a norm of its own, a learned factor below 1, or the
-    readout's norm, so that one normalised state is both decoded and fed on (Ouro)."""
+    between: Literal["none", "rmsnorm", "damping", "shared", "unit"] = "none"
+    """What the state passes from one visit to the next: nothing, a norm of its own, a learned factor below 1, or a norm that is
+    both decoded and fed on: the readout's (`shared`, Ouro), or one without a gain (`unit`, Paper B's form of Huginn)."""
     coda_norm: bool = False
     """The readout's norm stands before the coda too, and is not fed on (Huginn)."""
     coda_linear: bool = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscale.config.tree import ModelConfig
-from loopscale.model.norm import RMSNorm
+from loopscale.model.norm import RMSNorm, rms_norm
 
 
 class NormBetween(nn.Module):
@@ -33,5 +33,16 @@ class Damping(nn.Module):
         return torch.sigmoid(self.damping) * h
 
 
-BETWEEN: dict[str, Callable[[ModelConfig], nn.Module]] = {"rmsnorm": NormBetween, "damping": Damping}
+class UnitNorm(nn.Module):
+    """RMSNorm without a gain; what is decoded passes it too (Paper B's code, after every recurrence of Huginn's injection)."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.eps = model.norm_eps
+
+    def forward(self, h: Tensor) -> Tensor:
+        return rms_norm(h, torch.ones(h.shape[-1], device=h.device), self.eps)
+
+
+BETWEEN: dict[str, Callable[[ModelConfig], nn.Module]] = {"rmsnorm": NormBetween, "damping": Damping, "unit": UnitNorm}
 """``none`` passes the state as it is, ``shared`` uses the readout's norm."""

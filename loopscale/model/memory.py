@@ -304,7 +304,7 @@ class _Rank:
         logits += 4 * head if differentiated and again else 0
         coda = self.block(model.prelude_layers + model.core_layers, model.coda_layers)
         coda_kept = decoded * (coda.kept if differentiated else 0) + (0 if differentiated else coda.forward)
-        normed = (model.readout != "raw") + model.coda_norm + model.coda_linear + (model.between == "shared")
+        normed = (model.readout != "raw") + model.coda_norm + model.coda_linear + (model.between in ("shared", "unit"))
         states = decoded * (normed + (model.coda_layers > 0)) * self.state
         states += decoded * self.state if model.exit_gate == "normed" else 0
         scaled = 3 * visits * self.state if objective.norm_penalty or objective.anchor else 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from loopscale.config.tree import ModelConfig, ObjectiveConfig
 from loopscale.model.attention import Attending, Rotary
-from loopscale.model.between import BETWEEN
+from loopscale.model.between import BETWEEN, UnitNorm
 from loopscale.model.injection import make_injection
 from loopscale.model.inputs import Inputs
 from loopscale.model.layers import Block, KernelName, megatron_config
@@ -170,6 +170,8 @@ class LoopedStage(nn.Module):
         """What the head multiplies, of the state after ``visit``; [S, B, d] fp32."""
         shared = self.model.between == "shared"
         h = self.readout(state, True) if shared or self.model.coda_norm else state
+        if isinstance(self.between, UnitNorm):
+            h = self.between(h)
         if self.coda_linear is not None:
             h = self.coda_linear(h)
         if shared and not self.model.coda_layers and not self.model.coda_linear:

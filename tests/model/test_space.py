@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "value_embeddings": True, "coda_linear": True, "tied_head": True, "norm_eps": 1e-5, "init_scheme": "scaled_zero",
         "state_init": "truncated_normal", "norm_centered": False,
     },
+    "unit-with-linear": {"between": "unit", "inject": "huginn_linear", "inject_bias": True},
     "shared-with-coda": {"between": "shared", "coda_linear": True, "norm_centered": False},
     "ouro": {
         "prelude_layers": 0, "core_layers": 3, "coda_layers": 0, "inject": "none", "state_init": "embedding",
@@ -201,7 +202,7 @@ POINT = st.fixed_dictionaries(
         "qk_bias": st.booleans(), "value_embeddings": st.booleans(), "embedding_multiplier": choice([1.0, 6.0]),
         "embedding_dropout": choice([0.0, 0.2]), "inject": choice(["none", "add", "huginn_linear", "diagonal", "parcae", "ortho"]),
         "inject_bias": st.booleans(), "state_init": choice(["zero", "embedding", "normal", "truncated_normal"]),
-        "between": choice(["none", "rmsnorm", "damping", "shared"]), "coda_linear": st.booleans(), "coda_norm": st.booleans(),
+        "between": choice(["none", "rmsnorm", "damping", "shared", "unit"]), "coda_linear": st.booleans(), "coda_norm": st.booleans(),
         "readout": choice(["rmsnorm", "raw", "final_only", "alpha"]), "tied_head": st.booleans(),
         "exit_gate": choice(["none", "none", "raw", "normed"]), "positions": choice(["rope", "learned"]),
         "rope_interleaved": st.booleans(), "norm_centered": st.booleans(),
