@@ -49,7 +49,7 @@ from torch.futures import Future
 
 from loopscale.checkpoint.commit import File, Storage, read_manifest, read_small
 from loopscale.diagnostics.digest import element_digest
-from loopscale.durable import write_json
+from loopscale.durable import replacing, write_json
 from loopscale.errors import CheckpointError
 
 INDEX = "tensors/index.json"
@@ -195,11 +195,12 @@ class PartWriter(StorageWriter):
     """Writes each rank's boxes of the checkpoint of ``step`` into files of its own, on disk to the last byte, and rank 0 the
     index.
 
-    On rank 0 :attr:`written` then has the files of all ranks. A file's digest is taken by the rank that wrote it.
+    On rank 0 :attr:`written` then has the files of all ranks. A file's digest is taken by the rank that wrote it. ``keep``: a
+    file that is there is one that a killed save of the same pieces wrote, and stays.
     """
 
-    def __init__(self, storage: Storage, step: int):
-        self._storage, self._step = storage, step
+    def __init__(self, storage: Storage, step: int, keep: bool = False):
+        self._storage, self._step, self._keep = storage, step, keep
         self.written: tuple[File, ...] = ()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -227,6 +228,9 @@ class PartWriter(StorageWriter):
     def _write(self, name: str, pieces: Sequence[Piece]) -> list[WriteResult]:
         """A safetensors file, one box in memory at a time; its digest is taken meanwhile of what is handed to the disk."""
         boxes = [StoredBox(file=name, offsets=piece.offsets, sizes=tuple(piece.here.shape)) for piece in pieces]
+        path = self._storage.writing(self._step) / "tensors" / name
+        if self._keep and path.is_file():
+            return self._found(path, pieces, boxes)
         header, end = dict[str, Any](), 0
         for piece, box in zip(pieces, boxes, strict=True):
             begin, end = end, end + piece.here.nbytes
@@ -234,19 +238,21 @@ class PartWriter(StorageWriter):
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)  # data are aligned
         sha256 = hashlib.sha256()
-        path = self._storage.writing(self._step) / "tensors" / name
-        with path.open("wb") as out, ThreadPoolExecutor(1) as beside:
+        with replacing(path) as out, ThreadPoolExecutor(1) as beside:
             for content in (len(head).to_bytes(8, "little"), head):
                 out.write(content)
                 sha256.update(content)
             digests = [_put(piece, out, sha256, beside) for piece in pieces]
-            out.flush()
-            os.fsync(out.fileno())
-        file = File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest())
-        return [
-            WriteResult(piece.index, piece.here.nbytes, _Stored(box, digest, file))
-            for piece, box, digest in zip(pieces, boxes, digests, strict=True)
-        ]
+        return _results(pieces, boxes, digests, File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest()))
+
+    def _found(self, path: Path, pieces: Sequence[Piece], boxes: Sequence[StoredBox]) -> list[WriteResult]:
+        """As :meth:`_write`, of a file that is whole."""
+        with safe_open(path, "pt") as source:
+            digests = [
+                int(element_digest(source.get_tensor(box.key(piece.name)), piece.shape, piece.offsets))
+                for piece, box in zip(pieces, boxes, strict=True)
+            ]
+        return _results(pieces, boxes, digests, File.of(path.parents[1], f"tensors/{path.name}"))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         boxes, digests, files = dict[str, list[StoredBox]](), dict[str, int](), dict[str, File]()
@@ -265,6 +271,13 @@ class PartWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _results(pieces: Sequence[Piece], boxes: Sequence[StoredBox], digests: Sequence[int], file: File) -> list[WriteResult]:
+    return [
+        WriteResult(piece.index, piece.here.nbytes, _Stored(box, digest, file))
+        for piece, box, digest in zip(pieces, boxes, digests, strict=True)
+    ]
 
 
 def _put(piece: Piece, out: BinaryIO, sha256: Any, beside: Executor) -> int:

@@ -62,12 +62,14 @@ def save(
     snapshot: Snapshot,
     *,
     group: dist.ProcessGroup | None = None,
+    keep_parts: bool = False,
     interrupt: Callable[[str], None] | None = None,
 ) -> Manifest:
     """Commits a checkpoint; every rank of ``group`` (None: all) calls it with its own snapshot of the same step.
 
     Raises :class:`CheckpointError` on every rank alike when any of them fails, a full disk say; what was committed
-    before stays. ``interrupt`` is told the stage of the protocol that has just ended (tests kill there).
+    before stays. With ``keep_parts`` the parts of the same snapshot that a killed save left, where ``storage`` has not removed
+    them, are read and not written again. ``interrupt`` is told the stage of the protocol that has just ended (tests kill there).
     """
     import torch.distributed.checkpoint as dcp
 
@@ -98,7 +100,7 @@ def save(
     try:
         on_main(begin, group)
         notify("begun")
-        writer = PartWriter(storage, step)
+        writer = PartWriter(storage, step, keep_parts)
         dcp.save({}, storage_writer=writer, planner=PieceSavePlanner(snapshot.pieces), process_group=group)
         notify("tensors")
         return on_main(finish, group)
