@@ -1,7 +1,7 @@
 """``loopscale convert``: a checkpoint of ours into another format, or one of another format into ours.
 
-Tensors go through memory one rule at a time. OUT appears when all of it is there. Then it is read back, and its logits are
-compared with those of what it was made of.
+Tensors go through memory one rule at a time. All is written to a folder beside OUT, read back, and its logits are compared with
+those of what it was made of; then OUT appears. A call that was killed is made again, and keeps the files that are whole.
 """
 
 from __future__ import annotations
@@ -25,45 +25,21 @@ from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
 from loopscale.checkpoint.restore import find
 from loopscale.config import Config, from_values
+from loopscale.convert.compare import Check, Read, compared, logits
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import Format
 from loopscale.convert.mapping import Rule
 from loopscale.convert.tensors import Planned, Source, write_shards
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
-from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
+from loopscale.durable import content_digest, file_digest, locked, sync, sync_tree, write_json
 from loopscale.errors import CheckpointError, UsageError
-from loopscale.model.inputs import Documents, Inputs
-from loopscale.model.stage import LoopedStage
-from loopscale.model.weights import Holder
 from loopscale.train.folder import config_text
 
 SHARD_BYTES = 5 * 2**30
 """Of a shard at most, a larger tensor aside."""
-PROBE = 32
-"""Tokens of the sequence that is compared."""
 LISTED = 6
 """Names that a sentence lists."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """What was read back, against what it was made of."""
-
-    tokens: int
-    depth: int
-    difference: float
-    """The largest of any logit."""
-    largest: float
-    """Of the logits."""
-    stored: torch.dtype
-
-    def __str__(self) -> str:
-        stored = str(self.stored).removeprefix("torch.")
-        return (
-            f"read back: logits of {self.tokens} random tokens at depth {self.depth}, computed in fp32 from {stored}, differ by "
-            f"{self.difference:.1e} at most (they reach {self.largest:.1f})"
-        )
 
 
 def export(
@@ -75,13 +51,13 @@ def export(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
 ) -> Check:
-    """Writes a checkpoint, or the newest whole one of a run, to the folder ``out`` in the format ``name``. A call that was killed
-    is made again, and keeps the shards that are whole.
+    """Writes a checkpoint, or the newest whole one of a run, to the folder ``out`` in the format ``name``.
 
     Raises :class:`UsageError` naming the first property of the model that the format does not have, or where ``out`` exists,
     and :class:`CheckpointError` for a damaged checkpoint.
     """
     form = FORMATS[name]
+    _refuse_existing(out)
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
         source, _ = find(where, Path(cache))
         config = config_of(source)
@@ -91,12 +67,14 @@ def export(
         told = _told(progress, sum(math.prod(rule.shape) for rule in rules) * dtype.itemsize)
         with _building(out, content_digest([manifest.dump(), name, str(dtype), shard_bytes])) as work:
             planned = [Planned(rule.theirs, rule.shape, _maker(rule, reader)) for rule in rules]
-            for written in write_shards(work, planned, dtype, shard_bytes):
+            for written in write_shards(work, planned, dtype, shard_bytes, form.numbered):
                 told(written)
             write_json(work / "config.json", about)
-            shutil.copyfile(source / "tokenizer.json", work / "tokenizer.json")
-        expected = _logits(config, lambda holder_names: {n: _stored(reader, n) for n in holder_names})
-    return _compared(expected, _logits_of(form, out, None)[1], config, dtype)
+            (work / form.tokenizer).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
+            for file, content in form.further_files(work, dtype):
+                write_json(work / file, content)
+            return compared(logits(config, _our_weights(reader)), _their_logits(form, work), dtype)
 
 
 def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, tokenizer: Path | None = None) -> Check:
@@ -106,10 +84,11 @@ def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, to
     Raises :class:`UsageError` where ``out`` exists or no format or tokenizer is found, and :class:`CheckpointError` that lists
     tensors which are unknown, missing or of another shape, or names a value of the configuration that ours cannot be.
     """
-    if out.exists():
-        raise UsageError(f"{out} already exists; name a folder that does not")
+    _refuse_existing(out)
     about, source = _about(folder), Source(folder)
     form = _recognised(folder, about, name)
+    if damaged := form.damage(folder):
+        raise CheckpointError(damaged)
     config = _config_of(form, about, folder)
     rules = form.rules(config, about)
     _refuse_others(folder, source, form, config, rules)
@@ -122,15 +101,10 @@ def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, to
         for i, part in enumerate(rule.parts)
     ]  # fmt: skip
     files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words.read_bytes()}
-    storage = _Out(out)
-    try:
-        store.save(storage, store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files))
-    finally:  # also when it is interrupted
-        storage.abandon(0)
-    expected = _logits_of(form, folder, about)[1]
-    reader = PartReader(out)
-    found = _logits(config, lambda names: {n: _stored(reader, n) for n in names})
-    return _compared(expected, found, config, torch.float32)
+    with _building(out, content_digest([files["config.yaml"], form.name, file_digest(words), source.stamps])) as work:
+        snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
+        store.save(_Work(work), snapshot, keep_parts=True)
+        return compared(_their_logits(form, folder), logits(config, _our_weights(PartReader(work))), torch.float32)
 
 
 def config_of(checkpoint: Path) -> Config:
@@ -215,40 +189,56 @@ class _Converted(Piece):
         return values
 
 
-class _Out(Folder):
-    """One checkpoint at a path of its own."""
-
-    def __init__(self, out: Path):
-        super().__init__(out.parent)
-        self._out = out
+class _Work(Folder):
+    """One checkpoint in a folder that is given; parts that are there already count as room."""
 
     def begin(self, step: int) -> None:
-        self.abandon(step)
-        (self.writing(step) / "tensors").mkdir(parents=True)
+        (self.folder / "tensors").mkdir(exist_ok=True)
+
+    def free(self) -> float:
+        return super().free() + sum(part.stat().st_size for part in (self.folder / "tensors").iterdir())
 
     def writing(self, step: int) -> Path:
-        return self.folder / f"converting-{self._out.name}"
+        return self.folder
 
     def publish(self, step: int) -> None:
-        sync_tree(self.writing(step))
-        self.writing(step).rename(self._out)
-        sync(self.folder)
+        pass
+
+    def abandon(self, step: int) -> None:
+        pass
+
+
+def _their_logits(form: Format, folder: Path) -> Tensor:
+    """Logits of a folder of theirs, by our model of what its configuration says."""
+    about, source = _about(folder), Source(folder)
+    config = _config_of(form, about, folder)
+    made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        rules = {made_of[n][0].theirs: made_of[n][0] for n in names}
+        whole = {theirs: rule.back(source.read(theirs).float()) for theirs, rule in rules.items()}
+        return {n: whole[rule.theirs][i] for n in names for rule, i in [made_of[n]]}
+
+    return logits(config, read)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Writing theirs
+# Writing
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out} already exists; name a folder that does not")
 
 
 @contextlib.contextmanager
 def _building(out: Path, plan: str) -> Iterator[Path]:
-    """A folder to write, which becomes ``out`` at the end; what a killed call with the same ``plan`` wrote is still in it."""
-    if out.exists():
-        raise UsageError(f"{out} already exists; name a folder that does not")
+    """A folder to write, which becomes ``out`` at the end; what a call with the same ``plan`` wrote that did not end is in it."""
     work = out.with_name(f"converting-{out.name}")
     with locked(out.with_name(f".{out.name}.lock"), wait=False) as mine:
         if not mine:
             raise UsageError(f"{out} is being written by another process")
-        known = work / "plan.json"
+        known = work / ".plan"
         if not known.is_file() or json.loads(known.read_text()) != plan:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
@@ -261,6 +251,10 @@ def _building(out: Path, plan: str) -> Iterator[Path]:
         out.with_name(f".{out.name}.lock").unlink()
 
 
+def _our_weights(reader: PartReader) -> Read:
+    return lambda names: {n: _stored(reader, n) for n in names}
+
+
 def _maker(rule: Rule, reader: PartReader) -> Callable[[], Tensor]:
     return lambda: rule.out([_stored(reader, part.weight.name) for part in rule.parts])
 
@@ -270,50 +264,6 @@ def _stored(reader: PartReader, name: str) -> Tensor:
     values = torch.empty(reader.index[f"weight/{name}"].shape)
     reader.read([Piece(f"weight/{name}", tuple(values.shape), (0,) * values.dim(), values)])
     return values
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading back
-
-
-def _logits_of(form: Format, folder: Path, about: Mapping[str, Any] | None) -> tuple[Config, Tensor]:
-    """Logits of a folder of theirs, by our model of what its configuration says."""
-    about, source = about or _about(folder), Source(folder)
-    config = _config_of(form, about, folder)
-    made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
-
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {n: rule.back(source.read(rule.theirs).float())[i] for n in names for rule, i in [made_of[n]]}
-
-    return config, _logits(config, read)
-
-
-@torch.no_grad()
-def _logits(config: Config, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Tensor:
-    """Of a sequence of random tokens at the evaluation depth, [S, V], fp32."""
-    length, depth = min(PROBE, config.corpus.sequence_length), config.depth.evaluation_depth
-    stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, initialise=False)
-    for holder, parameter in stage.held():
-        _fill(stage, holder, parameter, read([w.name for w in holder.weights]))
-    tokens = torch.randint(config.model.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    documents = Documents.whole(1, length, tokens.device)
-    inputs = Inputs(tokens, tokens, documents, torch.zeros(1, dtype=torch.int64), purpose="evaluation", final_visit=depth)
-    feed, state = stage.prelude(inputs), None
-    for r in range(1, depth + 1):
-        state = stage.visit(inputs, feed, state, r)
-    assert state is not None
-    return stage.logits(stage.decode(inputs, state, depth))[:, 0]
-
-
-def _fill(stage: LoopedStage, holder: Holder, parameter: Tensor, weights: Mapping[str, Tensor]) -> None:
-    parameter.zero_()
-    for box, here in holder.views(parameter, stage.sharing.rank, stage.sharing.size):
-        here.copy_(weights[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
-
-
-def _compared(expected: Tensor, found: Tensor, config: Config, stored: torch.dtype) -> Check:
-    difference = float((expected - found).abs().max())
-    return Check(len(expected), config.depth.evaluation_depth, difference, float(expected.abs().max()), stored)
 
 
 def _told(progress: Progress, total: int) -> Callable[[int], None]:

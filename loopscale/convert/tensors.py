@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +24,8 @@ from loopscale.errors import CheckpointError, UsageError
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin", "model.pt")
+HELD = 2**26
+"""Bytes that are read of a file before it is opened anew."""
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -34,12 +35,18 @@ class Source:
     def __init__(self, folder: Path):
         self._folder = folder
         self._where = self._places()
-        self._open: tuple[str, Any] = ("", None)
-        """The file read last."""
+        self._open, self._read = ("", None), 0
+        """The file read last, and how much was read of it: what was read of a file stays in memory until it is closed."""
 
     @property
     def names(self) -> Sequence[str]:
         return list(self._where)
+
+    @property
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change of each file."""
+        files = {name: (self._folder / name).stat() for name in sorted(set(self._where.values()))}
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files.items()]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises :class:`CheckpointError` that names the file where it cannot be read."""
@@ -49,9 +56,8 @@ class Source:
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored; raises as :meth:`shape`."""
         file = self._file(name)
-        if isinstance(file, dict):
-            return file[name].detach().clone()
-        tensor: Tensor = self._asked(name, lambda: file.get_tensor(name))
+        tensor: Tensor = file[name].detach() if isinstance(file, dict) else self._asked(name, lambda: file.get_tensor(name))
+        self._read += tensor.nbytes
         return tensor
 
     def _places(self) -> dict[str, str]:
@@ -86,7 +92,8 @@ class Source:
 
     def _file(self, name: str) -> Any:
         file = self._where[name]
-        if self._open[0] != file:
+        if self._open[0] != file or self._read > HELD:
+            self._open, self._read = ("", None), 0  # closed first
             self._open = (file, self._opened(file))
         return self._open[1]
 
@@ -120,8 +127,11 @@ class Planned:
     make: Callable[[], Tensor]
 
 
-def write_shards(folder: Path, tensors: Sequence[Planned], dtype: torch.dtype, shard_bytes: int) -> Iterator[int]:
-    """Writes tensors into shards of at most ``shard_bytes``, larger tensors aside, and their index; yields bytes written.
+def write_shards(
+    folder: Path, tensors: Sequence[Planned], dtype: torch.dtype, shard_bytes: int, numbered: bool = False
+) -> Iterator[int]:
+    """Writes tensors into shards of at most ``shard_bytes``, larger tensors aside, and their index; yields bytes written. One
+    shard alone has no number and no index, unless ``numbered``.
 
     One tensor is in memory at a time. A shard appears when it is whole; those that are there already are kept, so a call that
     was killed is made again.
@@ -129,7 +139,7 @@ def write_shards(folder: Path, tensors: Sequence[Planned], dtype: torch.dtype, s
     shards = list(_shards(tensors, dtype.itemsize, shard_bytes))
     places = {}
     for number, shard in enumerate(shards, 1):
-        single = len(shards) == 1
+        single = len(shards) == 1 and not numbered
         file = SINGLE[0] if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         places.update(dict.fromkeys((t.name for t in shard), file))
         if not (folder / file).exists():
@@ -137,7 +147,7 @@ def write_shards(folder: Path, tensors: Sequence[Planned], dtype: torch.dtype, s
                 yield from _write_shard(out, shard, dtype)
         else:
             yield sum(math.prod(t.shape) for t in shard) * dtype.itemsize
-    if len(shards) > 1:
+    if len(shards) > 1 or numbered:
         total = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
         write_json(folder / INDICES[0], {"metadata": {"total_size": total}, "weight_map": places})
 
@@ -168,10 +178,3 @@ def _write_shard(out: BinaryIO, shard: Sequence[Planned], dtype: torch.dtype) ->
         assert tuple(values.shape) == tensor.shape, tensor.name
         out.write(values.view(torch.uint8).numpy().data if values.dim() else values.numpy().tobytes())
         yield values.nbytes
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def tensors_by_name(source: Source) -> Mapping[str, tuple[int, ...]]:
-    """Shape of each tensor."""
-    return {name: source.shape(name) for name in source.names}

@@ -30,6 +30,7 @@ CASES = [
     ("xllm", {}),
     ("xllm", {"inject": "parcae", "rope_interleaved": False, "norm_centered": False}),
     ("xllm", {"inject": "diagonal", "prelude_layers": 0, "coda_layers": 2}),
+    ("xllm", {"inject": "huginn_linear", "inject_bias": True, "between": "unit"}),
 ]
 
 

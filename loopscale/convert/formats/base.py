@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from loopscale.config import Config
 from loopscale.convert.mapping import Rule
@@ -33,6 +37,10 @@ class Format(ABC):
     """What the format's own code does and cannot be asked to do otherwise."""
     buffers: ClassVar[Sequence[str]] = ()
     """Names of tensors that follow from the configuration and are not read."""
+    tokenizer: ClassVar[str] = "tokenizer.json"
+    """Where that file lies in a folder of theirs."""
+    numbered: ClassVar[bool] = False
+    """Whether a shard that is alone has a number and an index too."""
 
     @abstractmethod
     def recognises(self, about: Mapping[str, Any]) -> bool:
@@ -53,6 +61,15 @@ class Format(ABC):
     def tied(self, config: Config) -> Mapping[str, str]:
         """Names that stand for the tensor of another one where weights are tied, and that one's name."""
         return {}
+
+    def further_files(self, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+        """Names and JSON contents of the files that they have beside weights, `config.json` and tokenizer, which ``folder`` has;
+        each is written before the next is asked for."""
+        yield from ()
+
+    def damage(self, folder: Path) -> str | None:
+        """A sentence on a file in a folder of theirs that is not what a list of digests there says, if there is one."""
+        return None
 
     def unlike(self, config: Config, names: Collection[str]) -> str | None:
         """What the names of their tensors tell of a design that ours is not, if they do."""
@@ -84,6 +101,22 @@ def wanted(about: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) ->
         named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise CheckpointError(f"config.json: {key} is {value!r}, must be {named}")
     return value
+
+
+def count(about: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """A whole number that a `config.json` must have; raises as :func:`wanted`."""
+    value: int = wanted(about, key, int)
+    if value < least:
+        raise CheckpointError(f"config.json: {key} is {value}, must be at least {least}")
+    return value
+
+
+def number(about: Mapping[str, Any], key: str) -> float:
+    """A number above 0 that a `config.json` must have; raises as :func:`wanted`."""
+    value = wanted(about, key, (int, float))
+    if not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {key} is {value!r}, must be a number above 0")
+    return float(value)
 
 
 def must_be(about: Mapping[str, Any], key: str, *allowed: Any) -> None:

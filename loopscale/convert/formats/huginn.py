@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from loopscale.config import Config
-from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
 from loopscale.convert.mapping import Ours, Rule
 
 
@@ -46,19 +46,19 @@ class Huginn(Format):
         must_be(about, "injection_type", "linear")
         must_be(about, "state_init", "like-init")
         width, heads = (
-            wanted(about, "n_embd", int),
-            wanted(about, "n_heads" if "n_heads" in about else "num_attention_heads", int),
+            count(about, "n_embd"),
+            count(about, "n_heads" if "n_heads" in about else "num_attention_heads"),
         )
         must_be(about, "num_key_value_heads", heads)
         return {
             "model": {
-                "vocab_size": wanted(about, "vocab_size", int),
+                "vocab_size": count(about, "vocab_size"),
                 "hidden_size": width,
                 "heads": heads,
-                "ffn_size": wanted(about, "intermediate_size", int),
-                "prelude_layers": wanted(about, "n_layers_in_prelude", int),
-                "core_layers": wanted(about, "n_layers_in_recurrent_block", int),
-                "coda_layers": wanted(about, "n_layers_in_coda", int),
+                "ffn_size": count(about, "intermediate_size"),
+                "prelude_layers": count(about, "n_layers_in_prelude", 0),
+                "core_layers": count(about, "n_layers_in_recurrent_block"),
+                "coda_layers": count(about, "n_layers_in_coda", 0),
                 "layer_norm": "sandwich",
                 "qk_bias": wanted(about, "qk_bias", bool),
                 "embedding_multiplier": math.sqrt(width),
@@ -68,17 +68,19 @@ class Huginn(Format):
                 "state_std": math.sqrt(2 / 5),
                 "coda_norm": True,
                 "tied_head": wanted(about, "tie_embeddings", bool),
-                "rope_base": float(about.get("rope_base", 50_000)),  # the release's file does not have it, its code does
-                "norm_eps": wanted(about, "norm_eps", float),
+                "rope_base": number(
+                    {"rope_base": 50_000, **about}, "rope_base"
+                ),  # the release's file does not have it, its code does
+                "norm_eps": number(about, "norm_eps"),
                 "norm_centered": False,
             },
             "depth": {
                 "prior": "lognormal_poisson",
-                "mean": wanted(about, "mean_recurrence", int),
+                "mean": count(about, "mean_recurrence"),
                 "cap": 256,
-                "backprop": wanted(about, "mean_backprop_depth", int),
+                "backprop": count(about, "mean_backprop_depth"),
             },
-            "corpus": {"sequence_length": wanted(about, "block_size", int)},
+            "corpus": {"sequence_length": count(about, "block_size")},
         }
 
     def about(self, config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from loopscale.config import Config
-from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
 from loopscale.convert.mapping import Ours, Rule
 
 NORMS = {
@@ -53,14 +53,14 @@ class Ouro(Format):
             must_be(about, "layer_types", None)
         return {
             "model": {
-                "vocab_size": wanted(about, "vocab_size", int),
-                "hidden_size": wanted(about, "hidden_size", int),
-                "heads": wanted(about, "num_attention_heads", int),
-                "kv_heads": wanted(about, "num_key_value_heads", int),
+                "vocab_size": count(about, "vocab_size"),
+                "hidden_size": count(about, "hidden_size"),
+                "heads": count(about, "num_attention_heads"),
+                "kv_heads": count(about, "num_key_value_heads"),
                 "head_dim": about.get("head_dim"),
-                "ffn_size": wanted(about, "intermediate_size", int),
+                "ffn_size": count(about, "intermediate_size"),
                 "prelude_layers": 0,
-                "core_layers": wanted(about, "num_hidden_layers", int),
+                "core_layers": count(about, "num_hidden_layers"),
                 "coda_layers": 0,
                 "layer_norm": "branch",
                 "inject": "none",
@@ -68,14 +68,14 @@ class Ouro(Format):
                 "between": "shared",
                 "exit_gate": "normed",
                 "tied_head": wanted(about, "tie_word_embeddings", bool),
-                "rope_base": float(wanted(about, "rope_theta", (int, float))),
+                "rope_base": number(about, "rope_theta"),
                 "rope_interleaved": False,
-                "norm_eps": wanted(about, "rms_norm_eps", float),
+                "norm_eps": number(about, "rms_norm_eps"),
                 "norm_centered": False,
             },
-            "depth": {"prior": "fixed", "mean": wanted(about, "total_ut_steps", int), "backprop": None},
+            "depth": {"prior": "fixed", "mean": count(about, "total_ut_steps"), "backprop": None},
             "objective": {"kind": "exit_gate"},
-            "corpus": {"sequence_length": wanted(about, "max_position_embeddings", int)},
+            "corpus": {"sequence_length": count(about, "max_position_embeddings")},
         }
 
     def about(self, config: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from loopscale.config import Config
-from loopscale.convert.formats.base import Format, Need, Values, must_be, wanted
+from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
 from loopscale.convert.mapping import Ours, Rule
 from loopscale.errors import UsageError
 from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
@@ -53,21 +53,21 @@ class Parcae(Format):
         ):  # fmt: skip
             wanted(about, key, object)
             must_be(about, key, *allowed)
-        width, heads = wanted(about, "n_embd", int), wanted(about, "num_attention_heads", int)
-        inner = wanted(about, "intermediate_size", int)
+        width, heads = count(about, "n_embd"), count(about, "num_attention_heads")
+        inner = count(about, "intermediate_size")
         must_be(about, "num_key_value_heads", heads)
         must_be(about, "recurrent_embedding_dimension", width)
         must_be(about, "recurrent_intermediation_embedding_dimension", inner)
         must_be(about, "recurrent_num_attention_heads", None, heads)
         return {
             "model": {
-                "vocab_size": wanted(about, "vocab_size", int),
+                "vocab_size": count(about, "vocab_size"),
                 "hidden_size": width,
                 "heads": heads,
                 "ffn_size": inner,
-                "prelude_layers": wanted(about, "n_layers_in_prelude", int),
-                "core_layers": wanted(about, "n_layers_in_recurrent_block", int),
-                "coda_layers": wanted(about, "n_layers_in_coda", int),
+                "prelude_layers": count(about, "n_layers_in_prelude", 0),
+                "core_layers": count(about, "n_layers_in_recurrent_block"),
+                "coda_layers": count(about, "n_layers_in_coda", 0),
                 "activation": "relu2",
                 "qk_norm": True,
                 "value_embeddings": True,
@@ -77,17 +77,17 @@ class Parcae(Format):
                 "coda_linear": True,
                 "tied_head": wanted(about, "tie_embeddings", bool),
                 "rope_base": ROPE_BASE,
-                "norm_eps": wanted(about, "norm_eps", float),
+                "norm_eps": number(about, "norm_eps"),
                 "norm_centered": False,
                 "init_scheme": "scaled_zero",
             },
             "depth": {
                 "prior": "poisson",
-                "mean": wanted(about, "mean_recurrence", int),
-                "backprop": wanted(about, "mean_backprop_depth", int),
+                "mean": count(about, "mean_recurrence"),
+                "backprop": count(about, "mean_backprop_depth"),
                 "per_sequence": wanted(about, "recurrent_iteration_method", str) == "per-sequence",
             },
-            "corpus": {"sequence_length": wanted(about, "block_size", int)},
+            "corpus": {"sequence_length": count(about, "block_size")},
         }
 
     def about(self, config: Config) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Parcae(Format):
 
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
         model, ours = config.model, Ours.of(config.model, config.corpus.sequence_length)
-        rows, layers = wanted(about, "padded_vocab_size", int), list(ours.layers())
+        rows, layers = count(about, "padded_vocab_size"), list(ours.layers())
         rules = [ours.vocabulary("transformer.wte.weight", "embedding.tokens", rows)]
         for i, layer in enumerate(layers):
             at = _place(layer)
@@ -179,8 +179,8 @@ class Parcae(Format):
         ours, gated = {i for i in range(len(layers)) if has_value_embedding(i, len(layers))}, _gated(config)
         if gated != ours:
             raise UsageError(
-                f"the model cannot be of the format parcae: value embeddings are in layers {_listed(ours)}, and gates for them in "
-                f"layers {_listed(gated)} there; the number of core layers must be even, and that of all others together"
+                f"the model cannot be of the format parcae: value embeddings are in layers {_listed(ours)}, and gates for them "
+                f"in layers {_listed(gated)} there; the number of core layers must be even, and that of all others together"
             )
         self.refuse_other(config, "model.state_std", math.sqrt(2 / (5 * config.model.hidden_size)))
         self.refuse_other(config, "model.embedding_multiplier", 1.0)

@@ -1,0 +1,124 @@
+"""What was written, read back: its logits against those of what it was made of.
+
+A layer's weights are in memory only while the layer runs, so that a model is compared that does not fit in memory whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopscale.config import Config
+from loopscale.config.tree import ParallelConfig
+from loopscale.errors import CheckpointError
+from loopscale.model.inputs import Documents, Inputs
+from loopscale.model.stage import LoopedStage
+from loopscale.model.weights import Holder
+from loopscale.parallel import mesh as meshes
+
+TOKENS = 32
+"""Of the sequence that is compared, at most."""
+VISITS = 2
+"""That are compared, at most: the second begins where the first ended."""
+TOLERANCE = 1e-4
+"""Of logits of what is stored in fp32, as a share of the largest."""
+Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Weights by their global names."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was read back, against what it was made of."""
+
+    tokens: int
+    visits: int
+    difference: float
+    """The largest of any logit."""
+    largest: float
+    """Of the logits."""
+    stored: torch.dtype
+
+    def __str__(self) -> str:
+        stored, visits = str(self.stored).removeprefix("torch."), " and ".join(str(r) for r in range(1, self.visits + 1))
+        return (
+            f"read back: logits of {self.tokens} random tokens at depth {visits}, computed in fp32 from {stored}, differ by "
+            f"{self.difference:.1e} at most (they reach {self.largest:.1f})"
+        )
+
+
+def compared(expected: Tensor, found: Tensor, stored: torch.dtype) -> Check:
+    """Of logits as :func:`logits` gives them. Raises :class:`CheckpointError` where those of what is ``stored`` in fp32 differ by
+    more than rounding does; what bf16 rounds away is told alone."""
+    difference, largest = float((expected - found).abs().max()), float(expected.abs().max())
+    check = Check(expected.shape[1], len(expected), difference, largest, stored)
+    if stored == torch.float32 and not difference <= TOLERANCE * max(largest, 1.0):
+        raise CheckpointError(
+            f"what was written is not what it was made of; this is a fault of loopscale, or of the disk; {check}"
+        )
+    return check
+
+
+@torch.no_grad()
+def logits(config: Config, read: Read) -> Tensor:
+    """Of a sequence of random tokens after each of the first visits, [visits, S, V], fp32."""
+    meshes.start(ParallelConfig())
+    model, depth = config.model, min(VISITS, config.depth.evaluation_depth)
+    length = min(TOKENS, config.corpus.sequence_length)
+    stage = LoopedStage(model, config.corpus.sequence_length, seed=config.run.seed, initialise=False)
+    _fill_on_demand(stage, read)
+    tokens = torch.randint(model.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    documents, samples = Documents.whole(1, length, tokens.device), torch.zeros(1, dtype=torch.int64)
+    inputs = Inputs(tokens, tokens, documents, samples, purpose="evaluation", final_visit=depth)
+    feed, state, found = stage.prelude(inputs), None, []
+    for r in range(1, depth + 1):
+        state = stage.visit(inputs, feed, state, r)
+        found.append(stage.logits(stage.decode(inputs, state, r))[:, 0])
+    return torch.stack(found)
+
+
+def _fill_on_demand(stage: LoopedStage, read: Read) -> None:
+    """Fills what belongs to no layer, and lets layers be filled when they run."""
+    held = stage.held()
+    for name in ("prelude_block", "core_block", "coda_block"):
+        for number, layer in getattr(stage, name).layers.items():
+            own = [(h, p) for h, p in held if h.parameter.startswith(f"{name}.layers.{number}.")]
+            _Filled(stage, own, read).around(layer)
+            held = [(h, p) for h, p in held if all(p is not other for _, other in own)]
+    for holder, parameter in held:
+        _fill(stage, holder, parameter, read)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """The parameters of a layer, which have their elements while it runs."""
+
+    stage: LoopedStage
+    held: Sequence[tuple[Holder, nn.Parameter]]
+    read: Read
+
+    def around(self, layer: nn.Module) -> None:
+        shapes = [p.shape for _, p in self.held]
+
+        def before(*given: Any) -> None:
+            for (holder, parameter), shape in zip(self.held, shapes, strict=True):
+                parameter.data = torch.empty(shape)
+                _fill(self.stage, holder, parameter, self.read)
+
+        def after(*given: Any) -> None:
+            for _, parameter in self.held:
+                parameter.data = torch.empty(0)
+
+        after()
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
+
+def _fill(stage: LoopedStage, holder: Holder, parameter: Tensor, read: Read) -> None:
+    weights = read([w.name for w in holder.weights])
+    parameter.zero_()
+    for box, here in holder.views(parameter, stage.sharing.rank, stage.sharing.size):
+        here.copy_(weights[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
