@@ -318,6 +318,7 @@ def test_the_command_says_what_it_checked(mesh, tmp_path, capsys):
     assert "the model cannot be of the format ouro: model.layer_norm is sandwich" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_a_run_begins_with_weights_of_another_format(runs):
     runs.train("first", "train.steps=4")
     assert main(["convert", str(runs.path("first")), str(runs.folder / "theirs"), "--to", "xllm"]) == 0
@@ -353,6 +354,7 @@ else:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("direction", ["export", "import"])
 def test_a_killed_call_is_made_again_and_keeps_what_is_whole(mesh, tmp_path, monkeypatch, direction):
     size = 40_000
