@@ -1,12 +1,13 @@
 """What was written, read back: its logits against those of what it was made of.
 
-A layer's weights are in memory only while the layer runs, so that a model is compared that does not fit in memory whole.
+The weights of one layer are in memory at a time, so that a model is compared that does not fit there whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,40 +82,23 @@ def logits(config: Config, read: Read) -> Tensor:
 
 
 def _fill_on_demand(stage: LoopedStage, read: Read) -> None:
-    """Fills what belongs to no layer, and lets layers be filled when they run."""
-    held = stage.held()
+    """Fills what belongs to no layer. Layers are filled when they run, all of them in the same memory."""
+    held, shared = stage.held(), dict[str, Tensor]()
     for name in ("prelude_block", "core_block", "coda_block"):
         for number, layer in getattr(stage, name).layers.items():
-            own = [(h, p) for h, p in held if h.parameter.startswith(f"{name}.layers.{number}.")]
-            _Filled(stage, own, read).around(layer)
-            held = [(h, p) for h, p in held if all(p is not other for _, other in own)]
+            place = f"{name}.layers.{number}."
+            own = [(h, p) for h, p in held if h.parameter.startswith(place)]
+            for holder, parameter in own:
+                parameter.data = shared.setdefault(holder.parameter.removeprefix(place), parameter.data)
+            layer.register_forward_pre_hook(partial(_fill_layer, stage, own, read))
+            held = [(h, p) for h, p in held if not h.parameter.startswith(place)]
     for holder, parameter in held:
         _fill(stage, holder, parameter, read)
 
 
-@dataclass(frozen=True)
-class _Filled:
-    """The parameters of a layer, which have their elements while it runs."""
-
-    stage: LoopedStage
-    held: Sequence[tuple[Holder, nn.Parameter]]
-    read: Read
-
-    def around(self, layer: nn.Module) -> None:
-        shapes = [p.shape for _, p in self.held]
-
-        def before(*given: Any) -> None:
-            for (holder, parameter), shape in zip(self.held, shapes, strict=True):
-                parameter.data = torch.empty(shape)
-                _fill(self.stage, holder, parameter, self.read)
-
-        def after(*given: Any) -> None:
-            for _, parameter in self.held:
-                parameter.data = torch.empty(0)
-
-        after()
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after)
+def _fill_layer(stage: LoopedStage, own: Sequence[tuple[Holder, nn.Parameter]], read: Read, *_: Any) -> None:
+    for holder, parameter in own:
+        _fill(stage, holder, parameter, read)
 
 
 def _fill(stage: LoopedStage, holder: Holder, parameter: Tensor, read: Read) -> None:
