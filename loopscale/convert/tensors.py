@@ -24,7 +24,7 @@ from loopscale.errors import CheckpointError, UsageError
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin", "model.pt")
-HELD = 2**26
+HELD = 2**25
 """Bytes that are read of a file before it is opened anew."""
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
