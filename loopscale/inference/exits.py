@@ -49,6 +49,8 @@ class Visited:
 
     def logits_of(self, leaving: Tensor) -> Tensor:
         """Those of the sequences that bool [B] names; decodes them alone if the rule has not decoded all."""
+        if leaving.all():
+            return self.logits
         if "logits" in vars(self):
             return self.logits[:, leaving]
         return Visited(self.stage, self.inputs.select(leaving), self.state[:, leaving], self.visit).logits

@@ -154,13 +154,14 @@ def frontier(where: str | Path, *, text: Path | None = None, sequences: int | No
     ways: list[Way] = [(k, None) for k in range(1, depth + 1)]
     ways += [(depth, Rule(scores[name], threshold)) for name, threshold in thresholds.items()]
     points = measure(restored.stage, measured, ways, console)
-    where_timed = restored.mesh.device.type + (f", {threads} threads" if restored.mesh.device.type == "cpu" else "")
+    device = restored.mesh.device.type
+    timed_on = f"cpu, {threads} thread{'s' * (threads > 1)}" if device == "cpu" else device
     found = Frontier(
         restored.checkpoint,
         source,
         f"{PROTOCOL}; sequences leave whole, after the first visit whose score, a mean over all their tokens (kl: −KL), reaches "
         f"a threshold that the other half of the sequences set; tokens/s from tokens to logits, scoring included, {batch} "
-        f"sequences at a time, median of {ROUNDS} rounds, {where_timed}",
+        f"sequences at a time, median of {ROUNDS} rounds, {timed_on}",
         *parts,
         fixed=dict(enumerate(points[:depth], 1)),
         rules=dict(zip(thresholds, points[depth:], strict=True)),
