@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +21,11 @@ from loopscale.corpus.baselines import baselines
 from loopscale.corpus.batches import collate
 from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
 from loopscale.corpus.tokenizer import unknown
+from loopscale.durable import finite, write_json
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
 from loopscale.evaluate.diagnosis import Diagnosis, diagnose
-from loopscale.evaluate.perplexity import loss_by_depth
+from loopscale.evaluate.perplexity import loss_by_depth, perplexity
 from loopscale.model.flops import count
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring
@@ -69,7 +69,7 @@ class Evaluation:
             "source": self.source,
             "depths": list(self.losses),
             "loss": list(self.losses.values()),
-            "perplexity": [math.exp(x) for x in self.losses.values()],
+            "perplexity": [perplexity(x) for x in self.losses.values()],
             "bits_per_byte": [self.bits_per_byte(x) for x in self.losses.values()],
             "tokens": self.tokens,
             "sequences": self.sequences,
@@ -110,6 +110,7 @@ def evaluate(
         diagnosis=_diagnose(restored, ring, samples[:DIAGNOSED], batch) if diagnosed else None,
     )
     console.print(_table(evaluation, restored.config.depth.evaluation_depth))
+    tell_broken(restored, losses.values(), console)
     for table in evaluation.diagnosis.tables() if evaluation.diagnosis is not None else ():
         console.print(table)
     write(restored, "held-out" if text is None else f"text-{text.name}", evaluation.as_json(), console)
@@ -175,6 +176,15 @@ def tell_notes(restored: Restored, console: Console) -> None:
         console.print(f"! {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
+def tell_broken(restored: Restored, losses: Iterable[float], console: Console) -> None:
+    """A line where a loss is not a number."""
+    if not all(map(math.isfinite, losses)):
+        sentence = (
+            f"losses are not finite: weights of {restored.checkpoint} are NaN, infinite or so large that a product overflows"
+        )
+        console.print(f"! {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
 def tracked(steps: Iterable[Step], description: str, total: int, console: Console) -> Iterable[Step]:
     """``steps`` under a bar that shows on a terminal alone."""
     return track(
@@ -183,12 +193,12 @@ def tracked(steps: Iterable[Step], description: str, total: int, console: Consol
 
 
 def write(restored: Restored, name: str, content: dict[str, Any], console: Console) -> None:
-    """RUN/evaluations/CHECKPOINT-``name``.json, where the checkpoint lies in a run."""
+    """RUN/evaluations/CHECKPOINT-``name``.json, where the checkpoint lies in a run; numbers that are not finite are null."""
     if restored.run_folder is None:
         return
     place = restored.run_folder / "evaluations" / f"{restored.checkpoint}-{name}.json"
     place.parent.mkdir(exist_ok=True)
-    place.write_text(json.dumps(content, indent=1))
+    write_json(place, finite(content))
     console.print(f"written {place}", highlight=False, soft_wrap=True)
 
 
@@ -244,9 +254,9 @@ def _table(evaluation: Evaluation, mean: int) -> Table:
     unigram = evaluation.baselines.get("unigram")
 
     def row(name: str, loss: float) -> None:
-        ratio = "–" if unigram is None else f"{math.exp(loss - unigram):.3f}"
+        ratio = "–" if unigram is None else f"{perplexity(loss - unigram):.3f}"
         bits = evaluation.bits_per_byte(loss)
-        table.add_row(name, f"{loss:.4f}", f"{math.exp(loss):.2f}", "–" if bits is None else f"{bits:.3f}", ratio)
+        table.add_row(name, f"{loss:.4f}", f"{perplexity(loss):.2f}", "–" if bits is None else f"{bits:.3f}", ratio)
 
     for depth, loss in evaluation.losses.items():
         row(f"{depth}{' (training mean)' if depth == mean else ''}", loss)

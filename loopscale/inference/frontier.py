@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,8 @@ from torch import Tensor
 from loopscale.checkpoint.restore import Restored, restore
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
-from loopscale.evaluate.run import PROTOCOL, held_out, microbatches, tell_notes, tracked, write
+from loopscale.evaluate.perplexity import perplexity
+from loopscale.evaluate.run import PROTOCOL, held_out, microbatches, tell_broken, tell_notes, tracked, write
 from loopscale.inference.exits import NEVER, TARGET, Rule, Score, calibrate, look, losses_of, rules, run
 from loopscale.model.inputs import Inputs
 from loopscale.model.stage import LoopedStage
@@ -114,7 +114,11 @@ class Frontier:
         deepest = self.fixed[self.depth].loss
 
         def row(name: str, point: Point, shares: str) -> None:
-            numbers = f"{math.exp(point.loss):.2f}", f"{math.exp(point.loss - deepest):.4f}", f"{point.tokens_per_second:,.0f}"
+            numbers = (
+                f"{perplexity(point.loss):.2f}",
+                f"{perplexity(point.loss - deepest):.4f}",
+                f"{point.tokens_per_second:,.0f}",
+            )
             table.add_row(name, *numbers, f"{point.mean_loops:.2f}", shares)
 
         for depth, point in self.fixed.items():
@@ -168,6 +172,7 @@ def frontier(where: str | Path, *, text: Path | None = None, sequences: int | No
         thresholds=thresholds,
     )
     console.print(found.table())
+    tell_broken(restored, (point.loss for point in points), console)
     write(restored, "exits" if text is None else f"exits-text-{text.name}", found.as_json(), console)
     return found
 
