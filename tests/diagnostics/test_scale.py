@@ -13,6 +13,7 @@ from loopscale.config import Config, from_values, settle
 from loopscale.config.tree import ModelConfig, ParallelConfig
 from loopscale.diagnostics.scale import (
     FACTORS,
+    ScaleMeter,
     at_scale_of,
     clamped_losses,
     exit_gradient,
