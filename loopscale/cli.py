@@ -137,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how the loop nears its fixed point (contraction, gradient error of truncated backprop, tokens converged), and what "
         "its losses see of the state's scale",
     )  # fmt: skip
+    evaluate.add_argument(
+        "--exits", action="store_true",
+        help="instead: perplexity and tokens/s of early exit by rules that are calibrated here, beside those of fixed depths",
+    )  # fmt: skip
 
     generate = command("generate", _generate, "Continue a prompt.")
     _checkpoint_arguments(generate)
@@ -450,12 +454,25 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    if options.exits:
+        return _eval_exits(options)
     from loopscale.evaluate.run import evaluate
 
     evaluate(
         options.checkpoint, depths=options.depths, text=options.text, sequences=options.sequences, batch=options.batch,
         diagnosed=options.diagnose,
     )  # fmt: skip
+    return 0
+
+
+def _eval_exits(options: argparse.Namespace) -> int:
+    from loopscale.errors import UsageError
+
+    if wrong := [name for name in ("depths", "diagnose") if getattr(options, name)]:
+        raise UsageError(f"--{wrong[0]} does not go with --exits, which measures depths 1 to the training mean and nothing else")
+    from loopscale.inference.frontier import frontier
+
+    frontier(options.checkpoint, text=options.text, sequences=options.sequences, batch=options.batch)
     return 0
 
 

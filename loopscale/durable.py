@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: Any) -> None:
     with replacing(path) as out:
         out.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def finite(content: Any) -> Any:
+    """JSON content with None for every number that is not finite, for which JSON has no word."""
+    if isinstance(content, Mapping):
+        return {key: finite(each) for key, each in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(each) for each in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 @contextmanager

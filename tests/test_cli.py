@@ -37,6 +37,9 @@ def test_help_imports_nothing_heavy(command):
         (["plan"], "loopscale plan needs a CONFIG file; --help lists what it may hold"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["eval", "nowhere"], "nowhere is neither a run folder nor a checkpoint"),
+        (["eval", "nowhere", "--exits"], "nowhere is neither a run folder nor a checkpoint"),
+        (["eval", "nowhere", "--exits", "--depths", "1-3"], "--depths does not go with --exits, which measures depths 1 to"),
+        (["eval", "nowhere", "--exits", "--diagnose"], "--diagnose does not go with --exits"),
         (["generate", "nowhere", "Hello"], "nowhere is neither a run folder nor a checkpoint"),
         (["report", "nowhere"], "nowhere"),
         (["report"], "loopscale report takes either a RUN folder or --study FILE"),
@@ -100,6 +103,22 @@ def test_any_text_file_can_be_evaluated(mesh, trained, threads_as_before):
     found = json.loads(place.read_text())
     assert found["source"] == shared.name
     assert 0 < found["bits_per_byte"][0] < 8 * 4
+
+
+@pytest.mark.ranks
+def test_early_exit_is_measured_beside_fixed_depths(mesh, trained, threads_as_before, capsys):
+    assert main(["eval", str(trained.path("model")), "--sequences", "8", "--depths", "1-3", "--batch", "3"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(trained.path("model")), "--exits", "--sequences", "8", "--batch", "3"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("depth 3", "margin", "kl", "tok/s")) and "unigram" not in said
+    evaluations = trained.path("model") / "evaluations"
+    found = json.loads((evaluations / "step-30-exits.json").read_text())
+    assert (found["calibration"]["sequences"], found["measured"]["sequences"]) == (4, 4)
+    held_out = json.loads((evaluations / "step-30-held-out.json").read_text())
+    assert found["calibration"]["tokens"] + found["measured"]["tokens"] == held_out["tokens"]
+    assert main(["eval", str(trained.path("model")), "--exits", "--sequences", "1"]) == 2
+    assert "two sequences at least" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

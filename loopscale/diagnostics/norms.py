@@ -87,11 +87,15 @@ class NormMeter:
         tokens, sums, squares = packed[there, :3].t()
         counts, mean = packed[there, 3:], sums / tokens
         deviation = (squares / tokens - mean.square()).clamp(min=0).sqrt()
+        median, p99 = (  # the middle of a bin may lie beyond all that is in it
+            [min(quantile, most) for quantile, most in zip(_quantile(counts, share), largest[there].tolist(), strict=True)]
+            for share in (0.5, 0.99)
+        )
         coarse = counts.unflatten(1, (-1, _COARSE)).sum(-1)
         filled = coarse.sum(0).nonzero().flatten().tolist() or [0]
         bins = range(filled[0], filled[-1] + 1)
         return NormSpread(
-            mean.tolist(), _quantile(counts, 0.5), _quantile(counts, 0.99), largest[there].tolist(), deviation.tolist(),
+            mean.tolist(), median, p99, largest[there].tolist(), deviation.tolist(),
             [_edge(_COARSE * i) for i in (*bins, bins.stop)], coarse[:, bins.start : bins.stop].long().tolist(),
         )  # fmt: skip
 

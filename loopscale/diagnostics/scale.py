@@ -44,9 +44,10 @@ class Motion:
 class Sight:
     """What :class:`ScaleMeter` found."""
 
-    radial_fractions: list[float] | None
-    """Per loop: mean over tokens of |⟨g, h⟩| / (‖g‖ ‖h‖), g the gradient of the cross entropy of this loop's exit alone. Some
-    1e-8 behind a norm, where its eps / RMS² is less; √(2 / (π d)) of random directions. None where exits have no gradient."""
+    radial_fractions: list[float | None] | None
+    """Per loop: mean over tokens of |⟨g, h⟩| / (‖g‖ ‖h‖), g the gradient of the cross entropy of this loop's exit alone; None of
+    one where no token has a gradient that is a number. Some 1e-8 behind a norm, where its eps / RMS² is less; √(2 / (π d)) of
+    random directions. None where exits have no gradient."""
     motions: list[Motion | None]
     """Per loop; None of the first."""
     scaled_losses: dict[float, float]
@@ -99,7 +100,7 @@ class ScaleMeter(Generic[InputsT]):
         radial, moved, scaled, (cosines, sequences) = (x.view(p.shape) for x, p in zip(summed, parts, strict=True))
         means = (moved[:, :4] / moved[:, 4:].clamp(min=1)).tolist()
         return Sight(
-            (radial[:, 0] / radial[:, 1].clamp(min=1)).tolist() if self._differentiate else None,
+            [total / n if n else None for total, n in radial.tolist()] if self._differentiate else None,
             [None, *(Motion(*mean) for mean in means[1:])],
             dict(zip(FACTORS, (scaled / max(tokens, 1)).tolist(), strict=True)),
             float(cosines / sequences.clamp(min=1)),

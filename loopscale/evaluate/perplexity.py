@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -15,8 +17,15 @@ from loopscale.objective.supervision import Exit
 from loopscale.parallel.mesh import Mesh
 from loopscale.parallel.ring.execute import Observer, Task, execute
 
+LARGEST = math.log(sys.float_info.max)
+"""Nats whose exponential is a number."""
 WAVE = 8
 """Microbatches per stage that one ring plan takes; the ring drains between plans."""
+
+
+def perplexity(nats: float) -> float:
+    """exp(nats), infinite where that is no number."""
+    return math.exp(nats) if not nats > LARGEST else math.inf
 
 
 def loss_by_depth(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,18 +21,21 @@ from loopscale.corpus.baselines import baselines
 from loopscale.corpus.batches import collate
 from loopscale.corpus.packing import PackedCorpus, Sample, pack_text
 from loopscale.corpus.tokenizer import unknown
+from loopscale.durable import finite, write_json
 from loopscale.environment.compute import set_threads
 from loopscale.errors import DataError, UsageError
 from loopscale.evaluate.diagnosis import Diagnosis, diagnose
-from loopscale.evaluate.perplexity import loss_by_depth
+from loopscale.evaluate.perplexity import loss_by_depth, perplexity
 from loopscale.model.flops import count
 from loopscale.model.inputs import Inputs
 from loopscale.model.ring import Ring
 
-_PROTOCOL = (
+PROTOCOL = (
     "full forward over whole sequences, own keys and values at every visit, attention within documents, first token of a "
     "document not scored, fp32"
 )
+
+Step = TypeVar("Step")
 
 DIAGNOSED, ITERATIONS = 16, 64
 """Sequences that a diagnosis reads, and its power iterations."""
@@ -67,14 +69,14 @@ class Evaluation:
             "source": self.source,
             "depths": list(self.losses),
             "loss": list(self.losses.values()),
-            "perplexity": [math.exp(x) for x in self.losses.values()],
+            "perplexity": [perplexity(x) for x in self.losses.values()],
             "bits_per_byte": [self.bits_per_byte(x) for x in self.losses.values()],
             "tokens": self.tokens,
             "sequences": self.sequences,
             "sequence_length": self.sequence_length,
             "baselines": self.baselines,
             "first_depth_divergence": self.first_depth_divergence,
-            "protocol": _PROTOCOL,
+            "protocol": PROTOCOL,
             **({} if self.diagnosis is None else self.diagnosis.as_json()),
         }
 
@@ -89,22 +91,10 @@ def evaluate(
     set_threads(None, 1)
     wanted = parse_depths(depths, restored.config.depth.evaluation_depth)
     corpus = restored.config.corpus
-    samples, source = _held_out(corpus, sequences) if text is None else _text(restored, text, sequences)
+    samples, source = held_out(restored, text, sequences)
     console = Console()
-    for note in restored.notes:
-        console.print(f"! {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    steps = _microbatches(samples, batch, restored)
-    total = -(-len(samples) // batch)
-    shown = track(
-        steps,
-        description=f"{len(samples)} sequences",
-        total=total,
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    if not any((s.targets >= 0).any() for s in samples):
-        raise DataError(f"{source} holds no token to score; it needs two at least")
+    tell_notes(restored, console)
+    shown = tracked(microbatches(restored, samples, batch), f"{len(samples)} sequences", -(-len(samples) // batch), console)
     ring = Ring.of(restored.config, count(restored.config.model, corpus.sequence_length))
     losses, tokens = loss_by_depth(restored.stage, ring, restored.mesh, shown, wanted)
     evaluation = Evaluation(
@@ -116,18 +106,14 @@ def evaluate(
         sequences=len(samples),
         sequence_length=corpus.sequence_length,
         baselines=_baselines(corpus, samples),
-        first_depth_divergence=_divergence(restored, next(_microbatches(samples, batch, restored))),
+        first_depth_divergence=_divergence(restored, next(microbatches(restored, samples, batch))),
         diagnosis=_diagnose(restored, ring, samples[:DIAGNOSED], batch) if diagnosed else None,
     )
     console.print(_table(evaluation, restored.config.depth.evaluation_depth))
+    tell_broken(restored, losses.values(), console)
     for table in evaluation.diagnosis.tables() if evaluation.diagnosis is not None else ():
         console.print(table)
-    if restored.run_folder is not None:
-        place = restored.run_folder / "evaluations"
-        place.mkdir(exist_ok=True)
-        name = f"{restored.checkpoint}-{'held-out' if text is None else f'text-{text.name}'}.json"
-        (place / name).write_text(json.dumps(evaluation.as_json(), indent=1))
-        console.print(f"written {place / name}", highlight=False, soft_wrap=True)
+    write(restored, "held-out" if text is None else f"text-{text.name}", evaluation.as_json(), console)
     return evaluation
 
 
@@ -145,13 +131,26 @@ def parse_depths(text: str | None, mean: int) -> tuple[int, ...]:
     return tuple(sorted(depths))
 
 
-def _held_out(config: CorpusConfig, sequences: int | None) -> tuple[Sequence[Sample], str]:
+# ---- what every measurement on held-out sequences shares
+
+
+def held_out(restored: Restored, text: Path | None, sequences: int | None) -> tuple[Sequence[Sample], str]:
+    """The first ``sequences`` of the validation split, or of a text file, and what to call it.
+
+    Raises :class:`UsageError` where there is no such corpus or file, :class:`DataError` where no token can be scored."""
+    samples, source = _of_corpus(restored.config.corpus, sequences) if text is None else _of_text(restored, text, sequences)
+    if not any((s.targets >= 0).any() for s in samples):
+        raise DataError(f"{source} holds no token to score; it needs two at least")
+    return samples, source
+
+
+def _of_corpus(config: CorpusConfig, sequences: int | None) -> tuple[Sequence[Sample], str]:
     packed = PackedCorpus(config.path, "validation", config.sequence_length, cache=config.cache, verify=config.verify)
     count = min(sequences or len(packed), len(packed))
     return [packed[i] for i in range(count)], f"validation split of {config.path}"
 
 
-def _text(restored: Restored, text: Path, sequences: int | None) -> tuple[Sequence[Sample], str]:
+def _of_text(restored: Restored, text: Path, sequences: int | None) -> tuple[Sequence[Sample], str]:
     if not text.is_file():
         raise UsageError(f"--text {text} is not a file")
     tokenizer, eos = restored.tokenizer, restored.end_of_text
@@ -161,12 +160,49 @@ def _text(restored: Restored, text: Path, sequences: int | None) -> tuple[Sequen
     return samples[:sequences], text.name
 
 
-def _microbatches(samples: Sequence[Sample], batch: int, restored: Restored) -> Iterator[Inputs]:
+def microbatches(restored: Restored, samples: Sequence[Sample], batch: int, first: int = 0) -> Iterator[Inputs]:
+    """``batch`` sequences at a time, the last with what is left; sample numbers, which key the initial state, count from
+    ``first``."""
     device = restored.stage.head_weight.device
-    for first in range(0, len(samples), batch):
-        part = samples[first : first + batch]
-        numbered = collate(list(part), range(first, first + len(part)))
+    for begin in range(0, len(samples), batch):
+        part = samples[begin : begin + batch]
+        numbered = collate(list(part), range(first + begin, first + begin + len(part)))
         yield Inputs.of(numbered, device, final_visit=restored.config.depth.evaluation_depth, purpose="evaluation")
+
+
+def tell_notes(restored: Restored, console: Console) -> None:
+    """A line for each newer checkpoint that is damaged."""
+    for note in restored.notes:
+        console.print(f"! {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_broken(restored: Restored, losses: Iterable[float], console: Console) -> None:
+    """A line where a loss is not a number."""
+    if not all(map(math.isfinite, losses)):
+        sentence = (
+            f"losses are not finite: weights of {restored.checkpoint} are NaN, infinite or so large that a product overflows"
+        )
+        console.print(f"! {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def tracked(steps: Iterable[Step], description: str, total: int, console: Console) -> Iterable[Step]:
+    """``steps`` under a bar that shows on a terminal alone."""
+    return track(
+        steps, description=description, total=total, console=console, disable=not console.is_terminal, transient=True
+    )  # fmt: skip
+
+
+def write(restored: Restored, name: str, content: dict[str, Any], console: Console) -> None:
+    """RUN/evaluations/CHECKPOINT-``name``.json, where the checkpoint lies in a run; numbers that are not finite are null."""
+    if restored.run_folder is None:
+        return
+    place = restored.run_folder / "evaluations" / f"{restored.checkpoint}-{name}.json"
+    place.parent.mkdir(exist_ok=True)
+    write_json(place, finite(content))
+    console.print(f"written {place}", highlight=False, soft_wrap=True)
+
+
+# ---- what else an evaluation says
 
 
 @torch.no_grad()
@@ -184,7 +220,7 @@ def _divergence(restored: Restored, inputs: Inputs) -> float:
 def _diagnose(restored: Restored, ring: Ring, samples: Sequence[Sample], batch: int) -> Diagnosis:
     restored.stage.requires_grad_(True)
     try:
-        inputs = list(_microbatches(samples, batch, restored))
+        inputs = list(microbatches(restored, samples, batch))
         return diagnose(restored.stage, ring, restored.mesh, restored.config, inputs, ITERATIONS)
     finally:
         restored.stage.requires_grad_(False)
@@ -211,16 +247,16 @@ def scored_bytes(restored: Restored, samples: Sequence[Sample]) -> int | None:
 def _table(evaluation: Evaluation, mean: int) -> Table:
     table = Table(
         title=f"{evaluation.checkpoint} on {evaluation.source}: {evaluation.sequences:,} sequences, {evaluation.tokens:,} tokens",
-        caption=f"{_PROTOCOL}. KL from depth {mean} to depth 1: {evaluation.first_depth_divergence:.3f} nats a token",
+        caption=f"{PROTOCOL}. KL from depth {mean} to depth 1: {evaluation.first_depth_divergence:.3f} nats a token",
     )
     for heading in ("depth", "loss", "perplexity", "bits/byte", "× unigram"):
         table.add_column(heading, justify="right")
     unigram = evaluation.baselines.get("unigram")
 
     def row(name: str, loss: float) -> None:
-        ratio = "–" if unigram is None else f"{math.exp(loss - unigram):.3f}"
+        ratio = "–" if unigram is None else f"{perplexity(loss - unigram):.3f}"
         bits = evaluation.bits_per_byte(loss)
-        table.add_row(name, f"{loss:.4f}", f"{math.exp(loss):.2f}", "–" if bits is None else f"{bits:.3f}", ratio)
+        table.add_row(name, f"{loss:.4f}", f"{perplexity(loss):.2f}", "–" if bits is None else f"{bits:.3f}", ratio)
 
     for depth, loss in evaluation.losses.items():
         row(f"{depth}{' (training mean)' if depth == mean else ''}", loss)

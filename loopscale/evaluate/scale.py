@@ -65,8 +65,8 @@ class Scale:
     def in_words(self) -> str:
         """One line."""
         parts = [f"norm {self.norms.mean[0]:.3g} to {self.norms.mean[-1]:.3g} in {self.depth} loops"] if self.norms.mean else []
-        if self.sight.radial_fractions is not None:
-            parts.append(f"radial gradient {self.sight.radial_fractions[-1]:.1e}")
+        if (radial := (self.sight.radial_fractions or [None])[-1]) is not None:
+            parts.append(f"radial gradient {radial:.1e}")
         if self.sight.motions[-1] is not None:
             parts.append(f"last loop turns by {self.sight.motions[-1].angle:.2g} rad")
         parts += [f"ppl@1 / ppl@{self.depth} {self.gap:.3g}", f"token correlation {self.sight.token_correlation:.2f}"]
@@ -85,7 +85,7 @@ class Scale:
             table.add_column(heading, justify="right")
         norms, fractions = self.norms, self.sight.radial_fractions
         for i, spread in enumerate(zip(norms.mean, norms.median, norms.p99, norms.max, norms.std, strict=True)):
-            radial = "–" if fractions is None else f"{fractions[i]:.1e}"
+            radial = "–" if fractions is None or (fraction := fractions[i]) is None else f"{fraction:.1e}"
             table.add_row(f"{i + 1}", *(f"{x:.3g}" for x in spread), radial)
         return table
 

@@ -1,1 +1,1 @@
-"""Using a trained model: forward at any depth, text."""
+"""Using a trained model: forward at any depth, text, early exit."""

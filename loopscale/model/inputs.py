@@ -5,7 +5,7 @@ B sequences, S positions, n documents over all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -48,6 +48,14 @@ class Documents:
         seen = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
+    def select(self, kept: Tensor) -> Documents:
+        """Those of the sequences that bool [B] names, in their order."""
+        starts = self.boundaries[:-1].long()
+        rows, number = starts // self.length, kept.cumsum(0) - 1
+        own, batch = kept[rows], int(kept.sum())
+        begins = number[rows[own]] * self.length + starts[own] % self.length
+        return Documents(torch.cat((begins, begins.new_tensor([batch * self.length]))).to(torch.int32), batch, self.length)
+
     def forget_mask(self) -> None:
         """Frees the mask, S² numbers a row; it is made again where it is asked for."""
         vars(self).pop("mask", None)
@@ -76,6 +84,17 @@ class Inputs:
     @property
     def training(self) -> bool:
         return self.purpose == "state"
+
+    def select(self, kept: Tensor) -> Inputs:
+        """Those of the sequences that bool [B] names, each computed as it is among all."""
+        return replace(
+            self,
+            tokens=self.tokens[kept],
+            targets=self.targets[kept],
+            documents=self.documents.select(kept),
+            samples=self.samples[kept],
+            first_visits=None if self.first_visits is None else self.first_visits[kept],
+        )
 
     @classmethod
     def of(

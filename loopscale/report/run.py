@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from loopscale.errors import UsageError
 from loopscale.report.exits import Exits
 
 Entry = dict[str, Any]
+
+HELD_OUT_EXITS = re.compile(r"step-[0-9]+-exits\.json")
+EXITS = re.compile(r"step-[0-9]+-exits(-text-.+)?\.json")
+"""Of evaluations of early exit, also those of a text of its own."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def read_run(folder: Path) -> Run:
             entry = yaml.safe_load(text) if path.suffix == ".yaml" else _parse(text)
         except FileNotFoundError:
             return {}
-        except (ValueError, yaml.YAMLError):
+        except (ValueError, RecursionError, yaml.YAMLError):
             entry = None
         if not isinstance(entry, dict):
             unreadable.append(str(path.relative_to(folder)))
@@ -92,8 +97,8 @@ def read_run(folder: Path) -> Run:
             return None
 
     paths = sorted((folder / "evaluations").glob("*.json"))
-    exits = [found for path in paths if path.stem.endswith("-exits") and (found := read_exits(path))]
-    evaluations = [read(path) for path in paths if not path.stem.endswith("-exits")]
+    exits = [found for path in paths if HELD_OUT_EXITS.fullmatch(path.name) and (found := read_exits(path))]
+    evaluations = [read(path) for path in paths if not EXITS.fullmatch(path.name)]
     manifest = read(folder / "manifest.json")
     return Run(
         name=manifest.get("name") or folder.resolve().name,

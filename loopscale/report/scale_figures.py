@@ -35,7 +35,7 @@ def final_norm(study: StudyResults) -> Panel | None:
     figure = _by_arm(study, norms, "L2 norm of the state (log scale)")
     figure.update_yaxes(log_axis([value for values in norms.values() for value in values.values() if value is not None]))
     note = f"{_protocol(study)}; L2, mean over tokens. {SEEDS_SHOWN}"
-    return Panel("final_norm", findings.final_norm_finding(found), note, _arm_rows(norms, "norm"), figure)
+    return Panel("final_norm", findings.final_norm_finding(found, len(study.arms)), note, _arm_rows(norms, "norm"), figure)
 
 
 def gain(study: StudyResults) -> Panel | None:
@@ -90,7 +90,7 @@ def radial(study: StudyResults) -> Panel | None:
         f"{_protocol(study)}; g: gradient of the loop's own loss alone, h: the state that it decodes; mean over tokens and seeds,"
         f" bars: ± one standard error. Of random directions {math.sqrt(2 / (math.pi * width)):.2g} at width {width}."
     )
-    return Panel("radial", findings.radial_finding(ends), note, rows, figure)
+    return Panel("radial", findings.radial_finding(ends, len(study.arms)), note, rows, figure)
 
 
 def clamp(study: StudyResults) -> Panel | None:
@@ -144,7 +144,7 @@ def token_norms(study: StudyResults) -> Panel | None:
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     tails = {arm: found.mean for arm, found in _estimates({arm.name: scale.last(arm, scale.tail) for arm in study.arms}).items()}
     note = f"{_protocol(study)}; the seeds together, four bins an octave."
-    return Panel("token_norms", findings.tail_finding(tails), note, rows, figure)
+    return Panel("token_norms", findings.tail_finding(tails, len(study.arms)), note, rows, figure)
 
 
 # --- shaping ---------------------------------------------------------------------------------------------------------
@@ -154,9 +154,10 @@ def _protocol(study: StudyResults) -> str:
     """When and on what the last diagnoses were made."""
     steps, told = zip(*(list(found.items())[-1] for run in study.finished if (found := scale.diagnoses(run))), strict=True)
     depths = sorted({each["depth"] for each in told})
-    tokens = span([scale.tokens_seen(each) for each in told], "{:,}".format)
+    tokens = span([seen for each in told if (seen := scale.tokens_seen(each))] or [0], "{:,}".format)
     when = f"the last diagnosis, step {span(steps, '{:,}'.format)}"
-    return f"At depth {' or '.join(map(str, depths))}, by {when}, of {tokens} held-out tokens a run"
+    runs = "" if len(told) == len(study.finished) else f" ({len(told)} of {len(study.finished)} runs)"
+    return f"At depth {' or '.join(map(str, depths))}, by {when}, of {tokens} held-out tokens a run{runs}"
 
 
 def _estimates(values: Mapping[str, scale.Values]) -> dict[str, Estimate]:

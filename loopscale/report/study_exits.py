@@ -12,6 +12,7 @@ from loopscale.report import study_findings as findings
 from loopscale.report.exits import Exits, Measured
 from loopscale.report.findings import number, perplexity, span
 from loopscale.report.panel import Panel, empty_figure, log_axis
+from loopscale.report.run import Run
 from loopscale.report.statistics import Estimate, estimate, rounded
 from loopscale.report.study import Arm, StudyResults
 from loopscale.report.study_styles import styles
@@ -41,13 +42,18 @@ class Way:
 
 
 def evaluated(study: StudyResults) -> list[Exits]:
-    """The evaluations of exits that the finished runs hold."""
-    return [run.exits for run in study.finished if run.exits]
+    """The evaluations of exits that the finished runs hold, of what they ended as."""
+    return [found for run in study.finished if (found := of_the_end(run))]
+
+
+def of_the_end(run: Run) -> Exits | None:
+    """A run's evaluation of exits; None where there is none of its last step, for other steps compare with nothing."""
+    return run.exits if run.exits and run.exits.step == run.records[-1]["step"] else None
 
 
 def ways(arm: Arm) -> Iterator[Way]:
     """Fixed depths, then rules; one that has no finite value in any seed is left out."""
-    told = [run.exits for run in arm.runs.values() if run.exits]
+    told = [exits for run in arm.runs.values() if (exits := of_the_end(run))]
     for depth in sorted({point.depth for each in told for point in each.fixed}):
         points = [point for each in told for point in each.fixed if point.depth == depth]
         if found := _means(points):
@@ -120,6 +126,7 @@ def _note(study: StudyResults, told: Sequence[Exits]) -> str:
     """How exits were chosen and measured."""
     depths, targets = span([each.depth for each in told], str), span([each.target for each in told], "{:g}".format)
     runs = "" if len(told) == len(study.finished) else f" ({len(told)} of {len(study.finished)} runs)"
+    old = [f"{run.name} ({run.exits.checkpoint})" for run in study.finished if run.exits and not of_the_end(run)]
     sequences = [each.measured.sequences for each in told if each.measured]
     parts = (
         ", ".join(dict.fromkeys(each.source for each in told if each.source)),
@@ -130,5 +137,5 @@ def _note(study: StudyResults, told: Sequence[Exits]) -> str:
     return (
         f"Lines: depths 1 to {depths}; hollow: exits by a rule whose threshold, of those that keep perplexity on other sequences"
         f" within {targets} × that of the last depth, is the fastest. Mean over seeds{runs}, bars: ± one standard error. On"
-        f" {', '.join(filter(None, parts))}."
+        f" {', '.join(filter(None, parts))}." + (f" Left out, not of the last step: {', '.join(old)}." if old else "")
     )

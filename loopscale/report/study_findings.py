@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from loopscale.report.findings import SAME_SCALE, change, number
 from loopscale.report.statistics import Estimate
@@ -96,33 +97,49 @@ def final_perplexity_finding(
 
 def loss_course_finding(courses: Mapping[str, Mapping[int, Estimate]]) -> str:
     """Where the arms' held-out losses ended."""
-    last = max(step for values in courses.values() for step in values)
-    ends = {arm: values[max(values)].mean for arm, values in courses.items()}
-    low, high = min(ends, key=lambda arm: ends[arm]), max(ends, key=lambda arm: ends[arm])
+    ended, last, broken = _to_the_end(courses)
+    ends = {arm: values[last].mean for arm, values in ended.items()}
+    high, low = _ends(ends)
     if len(ends) == 1:
-        return f"Held-out loss ends at {ends[low]:.3f} nats after {last:,} steps"
-    return f"Held-out loss ends between {ends[low]:.3f} nats ({low}) and {ends[high]:.3f} ({high}) after {last:,} steps"
+        return f"Held-out loss ends at {ends[low]:.3f} nats after {last:,} steps{broken}"
+    return f"Held-out loss ends between {ends[low]:.3f} nats ({low}) and {ends[high]:.3f} ({high}) after {last:,} steps{broken}"
 
 
 def scale_finding(courses: Mapping[str, Mapping[int, Estimate]]) -> str:
     """In which arms the state's scale grew most and least over training."""
-    growth = {arm: values[max(values)].mean / values[min(values)].mean for arm, values in courses.items()}
-    first, last = (end(step for values in courses.values() for step in values) for end in (min, max))
-    most, least = max(growth, key=lambda arm: growth[arm]), min(growth, key=lambda arm: growth[arm])
+    ended, last, broken = _to_the_end(courses)
+    first = min(step for values in ended.values() for step in values)
+    growth = {arm: values[last].mean / values[min(values)].mean for arm, values in ended.items()}
+    most, least = _ends(growth)
     start = f"From step {first:,} to {last:,} the state"
     if all(abs(ratio - 1) < SAME_SCALE for ratio in growth.values()):
-        return f"{start} keeps its scale{' in all arms' if len(growth) > 1 else ''}"
-    return f"{start} {change(growth[most])} in {most}" + (f" and {change(growth[least])} in {least}" if len(growth) > 1 else "")
+        return f"{start} keeps its scale{f' in {_all(growth, len(courses))}' if len(growth) > 1 else ''}{broken}"
+    other = f" and {change(growth[least])} in {least}" if len(growth) > 1 else ""
+    return f"{start} {change(growth[most])} in {most}{other}{broken}"
 
 
-def final_norm_finding(norms: Mapping[str, Estimate]) -> str:
-    """In which arm states ended largest and in which smallest."""
+def _to_the_end(courses: Mapping[str, Mapping[int, Estimate]]) -> tuple[dict[str, Mapping[int, Estimate]], int, str]:
+    """The courses that reach the last step of all, that step, and words about those that break off before."""
+    last = max(step for values in courses.values() for step in values)
+    broken = [f"{arm} after step {max(values):,}" for arm, values in courses.items() if last not in values]
+    words = f"; not a number: {', '.join(broken)}" if broken else ""
+    return {arm: values for arm, values in courses.items() if last in values}, last, words
+
+
+def _all(shown: Collection[str], arms: int) -> str:
+    """All arms of a study, or as many as show what is told of."""
+    return "all arms" if len(shown) == arms else f"all {len(shown)} arms that tell"
+
+
+def final_norm_finding(norms: Mapping[str, Estimate], arms: int) -> str:
+    """In which arm of ``arms`` states ended largest and in which smallest."""
     most, least = _ends({arm: found.mean for arm, found in norms.items()})
     if len(norms) == 1:
         return f"{most}'s states end with a norm of {measured(norms[most])}"
     ratio = norms[most].mean / norms[least].mean
     if ratio - 1 < SAME_SCALE:
-        return f"The states of all arms end about as large, with norms of {measured(norms[least])} to {measured(norms[most])}"
+        sizes = f"{measured(norms[least])} to {measured(norms[most])}"
+        return f"The states of {_all(norms, arms)} end about as large, with norms of {sizes}"
     return (
         f"{most}'s states end largest, with a norm of {measured(norms[most])}:"
         f" {number(ratio)}× that of {least}'s, the smallest, {measured(norms[least])}"
@@ -133,18 +150,24 @@ def gain_finding(gains: Mapping[str, Estimate], gaps: Mapping[str, Estimate]) ->
     """In which arm loops after the first gain most and in which least, as a difference of perplexity and as a ratio."""
 
     def told(arm: str) -> str:
-        return f"in {arm}, by {measured(gains[arm])} ({number(gaps[arm].mean)}×)"
+        size = replace(gains[arm], mean=abs(gains[arm].mean))
+        return f"in {arm}, by {measured(size)} ({number(gaps[arm].mean)}×)"
 
     most, least = _ends({arm: found.mean for arm, found in gains.items()})
-    start = "Loops after the first lower perplexity"
+    if gains[most].mean < 0:
+        start, most, least = "Loops after the first raise perplexity", least, most
+    else:
+        start = "Loops after the first lower perplexity"
+        if gains[least].mean < 0:
+            return f"{start} most {told(most)}, and raise it most {told(least)}"
     return f"{start} {told(most)}" if len(gains) == 1 else f"{start} most {told(most)}, and least {told(least)}"
 
 
-def radial_finding(fractions: Mapping[str, float]) -> str:
-    """Which arm's loss sees the state's scale; radial parts of the gradient of the last loop's own loss, by arm."""
+def radial_finding(fractions: Mapping[str, float], arms: int) -> str:
+    """Which of ``arms`` arms' losses see the state's scale; radial parts of the gradient of the last loop's own loss, by arm."""
     most, least = _ends(fractions)
     if fractions[most] < BLIND:
-        whose = "in all arms" if len(fractions) > 1 else f"in {most}"
+        whose = f"in {_all(fractions, arms)}" if len(fractions) > 1 else f"in {most}"
         start = f"The last loop's loss is blind to the state's scale {whose}"
         return f"{start}: at most {fractions[most]:.1e} of its gradient is radial"
     if len(fractions) == 1:
@@ -162,8 +185,8 @@ def clamp_finding(changes: Mapping[str, Mapping[str, Estimate]]) -> str:
     return f"Clamping the state's scale changes the loss most in {arm}: {most}"
 
 
-def tail_finding(tails: Mapping[str, float]) -> str:
-    """In which arm norms spread widest; tails are 99th percentiles over medians."""
+def tail_finding(tails: Mapping[str, float], arms: int) -> str:
+    """In which of ``arms`` arms norms spread widest; tails are 99th percentiles over medians."""
     if not tails:
         return "Norms of tokens"
     most, least = _ends(tails)
@@ -171,7 +194,7 @@ def tail_finding(tails: Mapping[str, float]) -> str:
     if len(tails) == 1:
         return start
     if tails[most] / tails[least] - 1 < SAME_SCALE:
-        return f"In all arms the 99th percentile of tokens' norms is about {number(tails[most])}× the median"
+        return f"In {_all(tails, arms)} the 99th percentile of tokens' norms is about {number(tails[most])}× the median"
     return f"{start}, the widest spread; of {least}'s {number(tails[least])}×"
 
 

@@ -66,7 +66,9 @@ def left_out(study: StudyResults) -> str:
 
 def _result(arm: Arm) -> str:
     found = final_perplexities(arm, arm.depth)
-    return f"{escape(arm.name)} reaches <b>perplexity {measured(found)} at depth {arm.depth}</b>" if found else ""
+    if found is None:
+        return f"{escape(arm.name)} has no finite held-out loss at the end" if arm.depths else ""
+    return f"{escape(arm.name)} reaches <b>perplexity {measured(found)} at depth {arm.depth}</b>"
 
 
 def _protocol(study: StudyResults) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, ValidationError
+
+from loopscale.report.exits import Depth, Number
 from loopscale.report.findings import perplexity
 from loopscale.report.run import Entry, Run
 from loopscale.report.study import Arm
@@ -12,15 +16,39 @@ from loopscale.report.study import Arm
 FLOOR = 1e-12
 """Radial fractions are shown no lower."""
 
+Size = Annotated[Number, Field(ge=0)]
 Look = Callable[[Entry], float | None]
 """One value of a diagnosis."""
 Values = dict[int, float | None]
 """Of an arm, by seed."""
 
 
+class Norms(BaseModel):
+    """By loop; None where it was not finite."""
+
+    mean: list[Size | None]
+    median: list[Size | None]
+    p99: list[Size | None]
+    edges: list[Annotated[Number, Field(gt=0)]]
+    counts: list[list[Annotated[int, Field(strict=True, ge=0)]]]
+
+
+class Diagnosis(BaseModel):
+    """What the figures read of a diagnosis."""
+
+    depth: Depth
+    norms: Norms
+    radial_fraction: list[Size | None] | None = None
+    clamp: dict[str, Number | None] | None = None
+
+
 def diagnoses(run: Run) -> dict[int, Entry]:
-    """What a run's diagnoses found of its state's scale, by step."""
-    return {record["step"]: found for record in run.records if isinstance(found := record.get("scale"), dict)}
+    """What a run's diagnoses found of its state's scale, by step; those that are made of something else are left out."""
+    found = {}
+    for record in run.records:
+        with suppress(ValidationError):
+            found[record["step"]] = Diagnosis.model_validate(record.get("scale")).model_dump()
+    return found
 
 
 def last(arm: Arm, look: Look) -> Values:

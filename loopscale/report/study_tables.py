@@ -11,7 +11,7 @@ from loopscale.report import study_scale as scale
 from loopscale.report.sections import pairs, section, table
 from loopscale.report.statistics import Estimate, estimate, paired_difference
 from loopscale.report.study import Arm, Member, Pick, StudyResults, law_at, law_entropy, law_mean
-from loopscale.report.study_exits import Way, ways
+from loopscale.report.study_exits import Way, of_the_end, ways
 from loopscale.report.study_figures import final_perplexities
 from loopscale.report.study_findings import CLAMPS, measured
 
@@ -82,7 +82,7 @@ def _law(arm: Arm) -> list[Any]:
 
 def _scale(study: StudyResults) -> str:
     """A row for each arm, of what is known; nothing where no run was diagnosed and none has an evaluation of exits."""
-    if not any(run.exits or scale.diagnoses(run) for run in study.finished):
+    if not any(of_the_end(run) or scale.diagnoses(run) for run in study.finished):
         return ""
     columns: dict[str, Callable[[Arm], scale.Values]] = {
         "norm": lambda arm: scale.last(arm, scale.norm),

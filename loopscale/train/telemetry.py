@@ -31,9 +31,8 @@ dict per logged step; its keys (those left out are simply not shown):
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from typing import Any
 from rich.console import Console
 
 from loopscale.config.tree import Config
+from loopscale.durable import finite
 from loopscale.train.console import ConsoleLine
 from loopscale.train.sinks import Journal, MetricsLog, Record, Sink, TensorBoard, Tracker
 
@@ -80,7 +80,7 @@ class Telemetry:
     def log(self, record: Record) -> None:
         """Tell the record of one logged step. Values that are not finite are told as None: JSON has no NaN."""
         self._step = record["step"]
-        self._tell("log", _finite(record))
+        self._tell("log", finite(record))
 
     def event(self, kind: str, step: int, message: str) -> None:
         """Tell that something happened: ``kind`` is resumed, skipped, rewound, saved, warning, …"""
@@ -120,12 +120,3 @@ class Telemetry:
 def new_run_id() -> str:
     """An id for a new run's tracker."""
     return secrets.token_hex(4)
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with None for every number that is not finite, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,6 +44,13 @@ def test_the_spread_is_that_of_all_tokens():
         assert counts == torch.histogram(each, torch.tensor(found.edges)).hist.long().tolist()
 
 
+def test_a_quantile_is_no_larger_than_the_largest_norm():
+    meter = NormMeter(1, torch.device("cpu"))
+    meter.observe(0, 1, None, torch.full((4, 1, 1), 32.0))  # the lower end of a bin
+    found = meter.spread(lambda x: x, lambda x: x)
+    assert found.median == found.p99 == found.max == [32.0]
+
+
 def test_tokens_that_change_by_less_than_three_percent_have_converged():
     before = torch.ones(5, 2, 4)
     after = before.clone()

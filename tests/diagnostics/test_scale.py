@@ -13,6 +13,7 @@ from loopscale.config import Config, from_values, settle
 from loopscale.config.tree import ModelConfig, ParallelConfig
 from loopscale.diagnostics.scale import (
     FACTORS,
+    ScaleMeter,
     at_scale_of,
     clamped_losses,
     exit_gradient,
@@ -262,3 +263,12 @@ def test_every_layout_sees_the_scale_of_one_process(mesh, ranks, ranks_needed, p
             assert found.clamped is None
         else:
             assert found.clamped == pytest.approx(expected.clamped, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_a_number_has_no_radial_part_rather_than_none_at_all(mesh):
+    stage, inputs = build("raw"), example()
+    with torch.no_grad():
+        stage.head_weight.fill_(torch.nan)
+    meter = ScaleMeter(stage, mesh, [inputs], 1)
+    meter.observe(0, 1, None, states(1.0))
+    assert meter.result(lambda x: x, 1).radial_fractions == [None]

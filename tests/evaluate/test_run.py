@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from loopscale.cli import main
 from loopscale.corpus.tokenizer import train_words
+from loopscale.durable import finite
+from loopscale.evaluate.perplexity import perplexity
 from loopscale.evaluate.run import scored_bytes
 
 
@@ -48,3 +51,8 @@ def sample(tokenizer, text):
     """All but the first token scored."""
     ids = torch.tensor(tokenizer.encode(text).ids)
     return SimpleNamespace(targets=torch.cat((torch.tensor([-100]), ids[1:])))
+
+
+def test_a_loss_beyond_all_numbers_has_an_infinite_perplexity_and_no_place_in_json():
+    assert perplexity(math.log(7.5)) == pytest.approx(7.5) and perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
+    assert finite({"a": [math.inf, 1.0], "b": (math.nan, "x")}) == {"a": [None, 1.0], "b": [None, "x"]}

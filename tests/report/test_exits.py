@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from loopscale.report.run import read_run
@@ -29,11 +31,18 @@ def test_values_that_are_not_finite_are_none(tmp_path):
     assert read.exits.rules["gate"].loss is None and read.exits.rules["gate"].exits == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", '{"created": ', "[]", '{"depth": 3}', '{"checkpoint": "a", "depth": 0, "target": 1, "fixed": [], "rules": {}}',
-     '{"checkpoint": "a", "depth": 3, "target": 1, "fixed": [{"depth": "x"}], "rules": {}}'],
-)  # fmt: skip
+ODD = {
+    "below 0": study_folder.exits(-1.0, 900.0),
+    "slower than standing": study_folder.exits(4.0, -5.0),
+    "no end": study_folder.exits(4.0, 900.0, target="inf"),
+    "no step": study_folder.exits(4.0, 900.0, checkpoint="step-" + "9" * 5000),
+    "no depth": study_folder.exits(4.0, 900.0, depth=0),
+    "a word": study_folder.exits(4.0, 900.0, fixed=[{"depth": "x"}]),
+}
+TEXTS = {"empty": "", "half": '{"created": ', "a list": "[]", "short": '{"depth": 3}', "deep": "[" * 100_000}
+
+
+@pytest.mark.parametrize("text", [*TEXTS.values(), *map(json.dumps, ODD.values())], ids=[*TEXTS, *ODD])
 def test_odd_and_half_written_files_are_left_out_and_told(tmp_path, text):
     run = run_folder.write(tmp_path, [])
     (run / "evaluations" / "step-9-exits.json").write_text(text)

@@ -162,6 +162,17 @@ def test_a_diagnosis_that_lacks_what_it_could_not_know(tmp_path):
     assert {"final_norm", "radial", "clamp", "gain"}.isdisjoint(each.key for each in panels(found))
 
 
+ODD = [{}, {"depth": None}, {"depth": 10**9}, {"norms": {}}, {"norms": None}, {"radial_fraction": ["x"]}, {"clamp": {"rms": "1"}}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_diagnosis_that_is_made_of_something_else_is_left_out(tmp_path, odd):
+    told = {} if not odd else diagnosis(2.0, {1: 3}, [0.1, 0.1, 0.1]) | odd
+    study_folder.write_run(tmp_path, "odd", 1, [run_folder.record(100, 4.0, scale=told)])
+    found = read_study(study_folder.study_file(tmp_path, {"odd": []}, (1,)))
+    assert scale.diagnoses(found.finished[0]) == {} and Page(page(found)).open == []
+
+
 def test_an_arm_whose_first_exit_is_not_trained_does_not_flatten_the_others(study, tmp_path):
     for seed in SEEDS:
         told = records("raw", seed)

@@ -265,7 +265,7 @@ def large(folder, arms: int, depths: int, steps: int = 3000):
                     clamp = {"rms": rms, "radial": along}
                     told[-1]["scale"] = study_folder.diagnosis(norm, counts, radial, clamp=clamp)
             run = study_folder.write_run(folder, name, seed, told)
-            study_folder.write_exits(run, study_folder.exits(*rng.uniform(4, 6, 2).tolist()))
+            study_folder.write_exits(run, study_folder.exits(*rng.uniform(4, 6, 2).tolist(), checkpoint=f"step-{steps}"))
     path = study_folder.study_file(folder, {name: ["depth.prior=learned"] for name in names})
     config = yaml.safe_load((folder / "run.yaml").read_text())
     (folder / "run.yaml").write_text(yaml.safe_dump(config | {"train": {"steps": steps}}))

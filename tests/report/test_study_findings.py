@@ -77,21 +77,35 @@ def test_held_out_loss_of_one_arm():
     assert findings.loss_course_finding({"a": course(6, 4.5)}) == "Held-out loss ends at 4.500 nats after 500 steps"
 
 
+def test_an_arm_that_breaks_off_is_named_and_not_compared():
+    broken = {"a": course(1, 2), "b": {10: Estimate(1, None, 1), 200: Estimate(9, None, 1)}}
+    assert findings.loss_course_finding(broken) == (
+        "Held-out loss ends at 2.000 nats after 500 steps; not a number: b after step 200"
+    )
+    assert findings.scale_finding(broken) == "From step 10 to 500 the state grows 2.00× in a; not a number: b after step 200"
+
+
 def test_norms_at_the_end():
     say = findings.final_norm_finding
     a, b = Estimate(39207.0, 120.0, 3), Estimate(17.2, 0.4, 3)
-    assert say({"a": a, "b": b}) == (
+    assert say({"a": a, "b": b}, 2) == (
         "a's states end largest, with a norm of 39,207 ± 120: 2,279× that of b's, the smallest, 17.20 ± 0.40"
     )
-    assert say({"b": b}) == "b's states end with a norm of 17.20 ± 0.40"
-    assert say({"a": b, "b": b}) == "The states of all arms end about as large, with norms of 17.20 ± 0.40 to 17.20 ± 0.40"
+    assert say({"b": b}, 2) == "b's states end with a norm of 17.20 ± 0.40"
+    assert say({"a": b, "b": b}, 2) == "The states of all arms end about as large, with norms of 17.20 ± 0.40 to 17.20 ± 0.40"
 
 
 def test_gains_of_loops():
     gains, gaps = {"a": Estimate(0.22, 0.01, 3), "b": Estimate(-0.01, 0.002, 3)}, {"a": Estimate(1.04, None, 1)}
     assert findings.gain_finding(gains, gaps | {"b": Estimate(0.998, None, 1)}) == (
-        "Loops after the first lower perplexity most in a, by 0.220 ± 0.010 (1.04×), and least in b, by -0.0100 ± 0.0020 (1.00×)"
+        "Loops after the first lower perplexity most in a, by 0.220 ± 0.010 (1.04×),"
+        " and raise it most in b, by 0.0100 ± 0.0020 (1.00×)"
     )
+    worse = {"a": Estimate(-3.0, None, 1), "b": Estimate(-1.0, None, 1)}
+    assert findings.gain_finding(worse, gaps | {"b": Estimate(0.9, None, 1)}) == (
+        "Loops after the first raise perplexity most in a, by 3 (1.04×), and least in b, by 1 (0.90×)"
+    )
+    assert findings.gain_finding({"a": worse["a"]}, gaps) == "Loops after the first raise perplexity in a, by 3 (1.04×)"
     assert (
         findings.gain_finding({"a": gains["a"]}, gaps) == "Loops after the first lower perplexity in a, by 0.220 ± 0.010 (1.04×)"
     )
@@ -99,23 +113,25 @@ def test_gains_of_loops():
 
 def test_what_a_loss_sees():
     say = findings.radial_finding
-    assert say({"a": 4e-8, "b": 1e-9}) == (
+    assert say({"a": 4e-8, "b": 1e-9}, 2) == (
         "The last loop's loss is blind to the state's scale in all arms: at most 4.0e-08 of its gradient is radial"
     )
     assert (
-        say({"a": 4e-8}) == "The last loop's loss is blind to the state's scale in a: at most 4.0e-08 of its gradient is radial"
+        say({"a": 4e-8}, 1)
+        == "The last loop's loss is blind to the state's scale in a: at most 4.0e-08 of its gradient is radial"
     )
-    assert say({"a": 0.04}) == "The last loop's loss sees the state's scale in a: 4.0e-02 of its gradient is radial"
-    assert say({"a": 0.04, "b": 0.01}) == "Of the gradient of the last loop's loss 4.0e-02 is radial in a, 1.0e-02 in b"
+    assert "blind to the state's scale in all 2 arms that tell: " in say({"a": 4e-8, "b": 1e-9}, 3)
+    assert say({"a": 0.04}, 1) == "The last loop's loss sees the state's scale in a: 4.0e-02 of its gradient is radial"
+    assert say({"a": 0.04, "b": 0.01}, 2) == "Of the gradient of the last loop's loss 4.0e-02 is radial in a, 1.0e-02 in b"
 
 
 def test_tails_of_norms():
     say = findings.tail_finding
-    assert say({"a": 4.5, "b": 1.02}) == (
+    assert say({"a": 4.5, "b": 1.02}, 2) == (
         "Of a's tokens the norm's 99th percentile is 4.50× the median, the widest spread; of b's 1.02×"
     )
-    assert say({"a": 4.5}) == "Of a's tokens the norm's 99th percentile is 4.50× the median"
-    assert say({}) == "Norms of tokens"
+    assert say({"a": 4.5}, 1) == "Of a's tokens the norm's 99th percentile is 4.50× the median"
+    assert say({}, 1) == "Norms of tokens"
 
 
 def test_the_largest_change_by_a_clamp_may_be_a_fall():
