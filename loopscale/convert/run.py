@@ -25,6 +25,7 @@ from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
 from loopscale.checkpoint.restore import find
 from loopscale.config import Config, from_values
+from loopscale.config.tree import ParallelConfig
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import Format
 from loopscale.convert.mapping import Rule
@@ -36,6 +37,7 @@ from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.inputs import Documents, Inputs
 from loopscale.model.stage import LoopedStage
 from loopscale.model.weights import Holder
+from loopscale.parallel import mesh as meshes
 from loopscale.train.folder import config_text
 
 SHARD_BYTES = 5 * 2**30
@@ -290,6 +292,7 @@ def _logits_of(form: Format, folder: Path, about: Mapping[str, Any] | None) -> t
 def _logits(config: Config, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Tensor:
     """Of a sequence of random tokens at the evaluation depth, [S, V], fp32."""
     length, depth = min(PROBE, config.corpus.sequence_length), config.depth.evaluation_depth
+    meshes.start(ParallelConfig())  # Megatron's layers ask for its groups
     stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, initialise=False)
     for holder, parameter in stage.held():
         _fill(stage, holder, parameter, read([w.name for w in holder.weights]))
