@@ -12,7 +12,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import Folder, read_small
 from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
-from loopscale.checkpoint.restore import find
+from loopscale.checkpoint.restore import find, run_of
 from loopscale.config import Config, from_values
 from loopscale.config.tree import ParallelConfig
 from loopscale.convert.formats import FORMATS
@@ -44,6 +44,8 @@ SHARD_BYTES = 5 * 2**30
 """Of a shard at most, a larger tensor aside."""
 PROBE = 32
 """Tokens of the sequence that is compared."""
+WORST = 1e-3
+"""Of the largest logit: by what theirs, computed by their code, may differ from ours of the same file."""
 LISTED = 6
 """Names that a sentence lists."""
 
@@ -59,12 +61,13 @@ class Check:
     largest: float
     """Of the logits."""
     stored: torch.dtype
+    by: str = "our code"
 
     def __str__(self) -> str:
         stored = str(self.stored).removeprefix("torch.")
         return (
-            f"read back: logits of {self.tokens} random tokens at depth {self.depth}, computed in fp32 from {stored}, differ by "
-            f"{self.difference:.1e} at most (they reach {self.largest:.1f})"
+            f"read back: logits of {self.tokens} random tokens at depth {self.depth}, computed in fp32 from {stored} "
+            f"by {self.by}, differ by {self.difference:.1e} at most (they reach {self.largest:.1f})"
         )
 
 
@@ -81,7 +84,7 @@ def export(
     is made again, and keeps the shards that are whole.
 
     Raises :class:`UsageError` naming the first property of the model that the format does not have, or where ``out`` exists,
-    and :class:`CheckpointError` for a damaged checkpoint.
+    and :class:`CheckpointError` for a damaged checkpoint, or where the format's own code gives other logits: nothing is left.
     """
     form = FORMATS[name]
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
@@ -97,8 +100,12 @@ def export(
                 told(written)
             write_json(work / "config.json", about)
             shutil.copyfile(source / "tokenizer.json", work / "tokenizer.json")
+            form.finish(work, config, run_of(Path(where), source), source.name)
+            found = _logits_of(form, work, None)[1]
+            theirs = _by_their_code(form, work, config, found)
         expected = _logits(config, lambda holder_names: {n: _stored(reader, n) for n in holder_names})
-    return _compared(expected, _logits_of(form, out, None)[1], config, dtype)
+    check = _compared(expected, found if theirs is None else theirs, config, dtype)
+    return check if theirs is None else replace(check, by="transformers")
 
 
 def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, tokenizer: Path | None = None) -> Check:
@@ -253,12 +260,38 @@ def _building(out: Path, plan: str) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             write_json(known, plan)
-        yield work
+        try:
+            yield work
+        except _Refused as refused:  # whatever a further call made of it would be no better
+            shutil.rmtree(work)
+            out.with_name(f".{out.name}.lock").unlink()
+            raise CheckpointError(str(refused)) from None
         known.unlink()
         sync_tree(work)
         work.rename(out)
         sync(out.parent)
         out.with_name(f".{out.name}.lock").unlink()
+
+
+class _Refused(CheckpointError):
+    """What was written is not what it was made of."""
+
+
+def _by_their_code(form: Format, folder: Path, config: Config, ours: Tensor) -> Tensor | None:
+    """Logits of a folder of theirs by their own code, if it is at hand; raises where they are not ``ours`` of the same folder."""
+    try:
+        found = form.logits(folder, _probe(config))
+    except CheckpointError as error:
+        raise _Refused(str(error)) from None
+    if found is None:
+        return None
+    difference, largest = float((found[0] - ours).abs().max()), float(ours.abs().max())
+    if not difference <= WORST * largest:
+        raise _Refused(
+            f"what was written has other logits in transformers than in our model: they differ by {difference:.1e} and reach "
+            f"{largest:.1f}; nothing of it is left"
+        )
+    return found[0]
 
 
 def _maker(rule: Rule, reader: PartReader) -> Callable[[], Tensor]:
@@ -288,16 +321,21 @@ def _logits_of(form: Format, folder: Path, about: Mapping[str, Any] | None) -> t
     return config, _logits(config, read)
 
 
+def _probe(config: Config) -> Tensor:
+    """The sequence that is compared, int64 [1, S]."""
+    length = min(PROBE, config.corpus.sequence_length)
+    return torch.randint(config.model.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+
+
 @torch.no_grad()
 def _logits(config: Config, read: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> Tensor:
     """Of a sequence of random tokens at the evaluation depth, [S, V], fp32."""
-    length, depth = min(PROBE, config.corpus.sequence_length), config.depth.evaluation_depth
+    tokens, depth = _probe(config), config.depth.evaluation_depth
     meshes.start(ParallelConfig())  # Megatron's layers ask for its groups
     stage = LoopedStage(config.model, config.corpus.sequence_length, seed=config.run.seed, initialise=False)
     for holder, parameter in stage.held():
         _fill(stage, holder, parameter, read([w.name for w in holder.weights]))
-    tokens = torch.randint(config.model.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    documents = Documents.whole(1, length, tokens.device)
+    documents = Documents.whole(1, tokens.shape[1], tokens.device)
     inputs = Inputs(tokens, tokens, documents, torch.zeros(1, dtype=torch.int64), purpose="evaluation", final_visit=depth)
     feed, state = stage.prelude(inputs), None
     for r in range(1, depth + 1):
