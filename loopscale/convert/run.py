@@ -280,7 +280,7 @@ class _Refused(CheckpointError):
 def _by_their_code(form: Format, folder: Path, config: Config, ours: Tensor) -> Tensor | None:
     """Logits of a folder of theirs by their own code, if it is at hand; raises where they are not ``ours`` of the same folder."""
     try:
-        found = form.logits(folder, _probe(config))
+        found = form.logits(folder, _probe(config), [config.depth.evaluation_depth])
     except CheckpointError as error:
         raise _Refused(str(error)) from None
     if found is None:

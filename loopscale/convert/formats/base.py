@@ -57,8 +57,8 @@ class Format(ABC):
         """Writes what else a folder of theirs holds, beside weights, config.json and tokenizer.json. ``checkpoint`` is the name
         of ours, ``run`` the folder of its run, if it lies in one."""
 
-    def logits(self, folder: Path, tokens: Tensor) -> Tensor | None:
-        """Logits of ``tokens`` int64 [B, S] by their own code in fp32, [B, S, V], where that code is at hand. Raises
+    def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor | None:
+        """Logits of ``tokens`` int64 [1, S] by their own code in fp32, [depths, S, V], where that code is at hand. Raises
         :class:`CheckpointError` where it does not load the folder."""
         return None
 

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,7 +62,9 @@ torch.set_num_threads(int(threads))
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).float().eval()
 with torch.no_grad():
-    save_file({"logits": model(load_file(probe)["tokens"]).logits.contiguous()}, found)
+    probe = load_file(probe)
+    logits = [model(probe["tokens"], depth=depth).logits for depth in probe["depths"].tolist()]
+    save_file({"logits": torch.cat(logits)}, found)
 """
 """Loads a folder as its users do."""
 
@@ -133,11 +135,11 @@ class Hf(Format):
         parameters = sum(math.prod(w.shape) for w in Ours.of(config.model, config.corpus.sequence_length).weights.values())
         (folder / "README.md").write_text(card(config, parameters, run, checkpoint))
 
-    def logits(self, folder: Path, tokens: Tensor) -> Tensor:
+    def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor:
         """By transformers, in a process of its own from which loopscale cannot be imported."""
         with tempfile.TemporaryDirectory(prefix="loopscale-") as place:
             probe, found = Path(place) / "probe.safetensors", Path(place) / "found.safetensors"
-            save_file({"tokens": tokens}, probe)
+            save_file({"tokens": tokens, "depths": torch.tensor(depths)}, probe)
             environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules", "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(
                 [sys.executable, "-I", "-c", ALONE, str(folder.resolve()), str(probe), str(found), str(torch.get_num_threads())],
