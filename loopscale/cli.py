@@ -209,7 +209,7 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
         any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
 
 
-_FORMATS = ("huginn", "ouro", "parcae", "xllm")
+_FORMATS = ("hf", "huginn", "ouro", "parcae", "xllm")
 
 
 def _gib(text: str) -> float:

@@ -63,7 +63,7 @@ def restore(where: str | Path) -> Restored:
         store.compare_digests(checkpoint, _weights(stage), add=lambda own: own)  # each rank has the whole model
         tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
         end = end_of_text(tokenizer, checkpoint / "tokenizer.json")
-    run, stage = _run_of(Path(where), checkpoint), stage.requires_grad_(False)
+    run, stage = run_of(Path(where), checkpoint), stage.requires_grad_(False)
     return Restored(checkpoint.name, run, config, stage, mesh, tokenizer, end, tuple(notes))
 
 
@@ -84,7 +84,8 @@ def _config_of(checkpoint: Path) -> Config:
     return config
 
 
-def _run_of(where: Path, checkpoint: Path) -> Path | None:
+def run_of(where: Path, checkpoint: Path) -> Path | None:
+    """The folder of the run that a checkpoint, found at ``where``, belongs to, if it lies in one."""
     if (where / "config.yaml").is_file() and not (where / "state.json").is_file():
         return where
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None

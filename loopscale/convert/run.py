@@ -23,9 +23,9 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import Folder, read_small
 from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
-from loopscale.checkpoint.restore import find
+from loopscale.checkpoint.restore import find, run_of
 from loopscale.config import Config, from_values
-from loopscale.convert.compare import Check, Read, compared, logits
+from loopscale.convert.compare import Check, Different, Read, compared, logits, probe, same_by_their_code
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import Format
 from loopscale.convert.mapping import Rule
@@ -54,7 +54,7 @@ def export(
     """Writes a checkpoint, or the newest whole one of a run, to the folder ``out`` in the format ``name``.
 
     Raises :class:`UsageError` naming the first property of the model that the format does not have, or where ``out`` exists,
-    and :class:`CheckpointError` for a damaged checkpoint.
+    and :class:`CheckpointError` for a damaged checkpoint, or where the format's own code gives other logits.
     """
     form = FORMATS[name]
     _refuse_existing(out)
@@ -74,7 +74,13 @@ def export(
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
             for file, content in form.further_files(work, dtype):
                 write_json(work / file, content)
-            return compared(logits(config, _our_weights(reader)), _their_logits(form, work), dtype)
+            form.finish(work, config, run_of(Path(where), source), source.name)
+            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work)
+            theirs = form.logits(work, probe(config), range(1, len(found) + 1))
+            if theirs is None:
+                return compared(expected, found, dtype)
+            same_by_their_code(found, theirs)
+            return compared(expected, theirs, dtype, by="transformers")
 
 
 def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, tokenizer: Path | None = None) -> Check:
@@ -243,7 +249,12 @@ def _building(out: Path, plan: str) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             write_json(known, plan)
-        yield work
+        try:
+            yield work
+        except Different:  # what another call made of it would be no better
+            shutil.rmtree(work)
+            out.with_name(f".{out.name}.lock").unlink()
+            raise
         known.unlink()
         sync_tree(work)
         work.rename(out)

@@ -27,6 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "value_embeddings": True, "inject": "parcae", "state_init": "truncated_normal", "state_std": (2 / 240) ** 0.5,
         "coda_linear": True, "tied_head": True, "rope_base": 5e4, "norm_eps": 1e-5, "norm_centered": False,
     },
+    "hf": {
+        **SHAPE, "kv_heads": 2, "prelude_layers": 0, "core_layers": 2, "coda_layers": 1, "inject": "add", "state_init": "zero",
+        "between": "rmsnorm", "coda_linear": True, "readout": "alpha", "positions": "learned", "embedding_multiplier": 2.0,
+    },
     "xllm": {**SHAPE, "kv_heads": 2, "head_dim": 16, "prelude_layers": 1, "core_layers": 2, "coda_layers": 1},
 }  # fmt: skip
 VOCABULARY, LENGTH = 101, 32

@@ -1,10 +1,11 @@
 """Other people's formats, a file each."""
 
 from loopscale.convert.formats.base import Format
+from loopscale.convert.formats.hf import Hf
 from loopscale.convert.formats.huginn import Huginn
 from loopscale.convert.formats.ouro import Ouro
 from loopscale.convert.formats.parcae import Parcae
 from loopscale.convert.formats.xllm import Xllm
 
-FORMATS: dict[str, Format] = {f.name: f for f in (Huginn(), Ouro(), Parcae(), Xllm())}
+FORMATS: dict[str, Format] = {f.name: f for f in (Hf(), Huginn(), Ouro(), Parcae(), Xllm())}
 """By the name that `--to` takes."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from loopscale.config import Config
 from loopscale.convert.mapping import Rule
@@ -57,6 +58,15 @@ class Format(ABC):
     @abstractmethod
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
         """A rule for each tensor that they hold."""
+
+    def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:  # noqa: B027  # most have no more
+        """Writes what else a folder of theirs holds, beside weights, config.json and tokenizer.json. ``checkpoint`` is the name
+        of ours, ``run`` the folder of its run, if it lies in one."""
+
+    def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor | None:
+        """Logits of ``tokens`` int64 [1, S] by their own code in fp32, [depths, S, V], where that code is at hand. Raises
+        :class:`CheckpointError` where it does not load the folder."""
+        return None
 
     def tied(self, config: Config) -> Mapping[str, str]:
         """Names that stand for the tensor of another one where weights are tied, and that one's name."""
