@@ -30,9 +30,7 @@ from tests.convert.folders import exported, same, toy, weights_in
 from tests.convert.toys import LENGTH, VOCABULARY, config
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
-SENTENCE = (
-    r"read back: logits of 32 random tokens at depth 1 and 2, computed in fp32 from (float32|bfloat16), differ by \S+ at most"
-)
+SENTENCE = r"read back: logits of 32 random tokens at depth 1 and 2, computed in fp32 from (float32|bfloat16) by our code, differ by \S+ at most"
 
 
 def taken(folder: Path, **how) -> dict[str, torch.Tensor]:
@@ -86,7 +84,8 @@ def test_bf16_is_told_and_read(mesh, tmp_path, name):
 def test_rows_of_padding_are_theirs_alone_and_the_loss_is_the_same(mesh, tmp_path, name):
     there = exported(tmp_path, name)
     state, about = state_of(there), json.loads((there / "config.json").read_text())
-    embedding = {"ouro": "model.embed_tokens.weight", "xllm": "embed.weight"}.get(name, "transformer.wte.weight")
+    theirs = {"hf": "embedding.tokens.weight", "ouro": "model.embed_tokens.weight", "xllm": "embed.weight"}
+    embedding = theirs.get(name, "transformer.wte.weight")
     assert len(state[embedding]) == (128 if name == "parcae" else VOCABULARY)
     assert not state[embedding][VOCABULARY:].any()
     taken(there)
@@ -228,7 +227,7 @@ def test_what_is_no_model_of_a_known_format_is_told(mesh, tmp_path):
     there = exported(tmp_path, "ouro")
     about = (there / "config.json").read_text()
     for content, error, sentence in (
-        ("{}", UsageError, "is of none of the formats huginn, ouro, parcae, xllm; --from names one"),
+        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm; --from names one"),
         ("[", CheckpointError, "config.json cannot be read"),
         ("[]", CheckpointError, "does not hold keys and values"),
         (None, UsageError, "has no config.json"),
