@@ -30,7 +30,10 @@ from tests.convert.folders import exported, same, toy, weights_in
 from tests.convert.toys import LENGTH, VOCABULARY, config
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
-SENTENCE = r"read back: logits of 32 random tokens at depth 1 and 2, computed in fp32 from (float32|bfloat16) by our code, differ by \S+ at most"
+SENTENCE = (
+    r"read back: logits of 32 random tokens at depth 1 and 2, computed in fp32 from (float32|bfloat16) by our code, "
+    r"differ by \S+ at most"
+)
 
 
 def taken(folder: Path, **how) -> dict[str, torch.Tensor]:
