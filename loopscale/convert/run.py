@@ -279,6 +279,7 @@ def _stored(reader: PartReader, name: str) -> Tensor:
 
 def _told(progress: Progress, total: int) -> Callable[[int], None]:
     done = 0
+    progress.update("converting", done, total)
 
     def told(size: int) -> None:
         nonlocal done
