@@ -51,8 +51,7 @@ class Check:
         stored, visits = str(self.stored).removeprefix("torch."), " and ".join(str(r) for r in range(1, self.visits + 1))
         return (
             f"read back: logits of {self.tokens} random tokens at depth {visits}, computed in fp32 from {stored} by {self.by}, "
-            f"differ by "
-            f"{self.difference:.1e} at most (they reach {self.largest:.1f})"
+            f"differ by {self.difference:.1e} at most (they reach {self.largest:.1f})"
         )
 
 
@@ -126,7 +125,4 @@ def _fill_layer(stage: LoopedStage, own: Sequence[tuple[Holder, nn.Parameter]], 
 
 
 def _fill(stage: LoopedStage, holder: Holder, parameter: Tensor, read: Read) -> None:
-    weights = read([w.name for w in holder.weights])
-    parameter.zero_()
-    for box, here in holder.views(parameter, stage.sharing.rank, stage.sharing.size):
-        here.copy_(weights[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+    stage.fill(holder, parameter, read([w.name for w in holder.weights]))

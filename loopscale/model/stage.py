@@ -108,10 +108,14 @@ class LoopedStage(nn.Module):
     @torch.no_grad()
     def initialise(self) -> None:
         for holder, parameter in self.held():
-            parameter.zero_()
-            whole = {w.name: initial(w, self.model, self.seed) for w in holder.weights}
-            for box, here in holder.views(parameter, self.sharing.rank, self.sharing.size):
-                here.copy_(whole[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+            self.fill(holder, parameter, {w.name: initial(w, self.model, self.seed) for w in holder.weights})
+
+    @torch.no_grad()
+    def fill(self, holder: Holder, parameter: Tensor, weights: Mapping[str, Tensor]) -> None:
+        """Sets a parameter here from whole global weights, by name; its padding to zero."""
+        parameter.zero_()
+        for box, here in holder.views(parameter, self.sharing.rank, self.sharing.size):
+            here.copy_(weights[box.weight.name][tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
