@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from loopscale.checkpoint import store
-from loopscale.checkpoint.commit import Folder, read_small
+from loopscale.checkpoint.commit import Folder
 from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
 from loopscale.checkpoint.restore import find, run_of
 from loopscale.config import Config, from_values
 from loopscale.convert.compare import Check, Different, Read, compared, logits, probe, same_by_their_code
 from loopscale.convert.formats import FORMATS
-from loopscale.convert.formats.base import Format
+from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
 from loopscale.convert.tensors import Planned, Source, write_shards
 from loopscale.corpus.progress import Progress
@@ -69,7 +69,7 @@ def export(
             planned = [Planned(rule.theirs, rule.shape, _maker(rule, reader)) for rule in rules]
             for written in write_shards(work, planned, dtype, shard_bytes, form.numbered):
                 told(written)
-            write_json(work / "config.json", about)
+            write_json(work / CONFIG, about)
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
             for file, content in form.further_files(work, dtype):
@@ -91,8 +91,8 @@ def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, to
     tensors which are unknown, missing or of another shape, or names a value of the configuration that ours cannot be.
     """
     _refuse_existing(out)
-    about, source = _about(folder), Source(folder)
-    form = _recognised(folder, about, name)
+    form = _recognised(folder, name)
+    about, source = form.read_about(folder), form.source(folder)
     if damaged := form.damage(folder):
         raise CheckpointError(damaged)
     config = _config_of(form, about, folder)
@@ -121,30 +121,19 @@ def config_of(checkpoint: Path) -> Config:
 # Reading theirs
 
 
-def _about(folder: Path) -> Mapping[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has no config.json; give a folder with a model's config.json and weights")
-    try:
-        about = json.loads(read_small(folder, "config.json", store.CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be read ({error})") from None
-    if not isinstance(about, dict):
-        raise CheckpointError(f"{folder}/config.json does not hold keys and values")
-    return about
-
-
 def _config_of(form: Format, about: Mapping[str, Any], folder: Path) -> Config:
     """Ours; what a format does not tell has the defaults, and a batch that no one has trained with."""
     return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, f"{folder}/config.json").config
 
 
-def _recognised(folder: Path, about: Mapping[str, Any], name: str | None) -> Format:
-    found = [form for form in FORMATS.values() if form.recognises(about)]
+def _recognised(place: Path, name: str | None) -> Format:
     if name is not None:
         return FORMATS[name]
-    if not found:
-        raise UsageError(f"{folder}/config.json is of none of the formats {', '.join(FORMATS)}; --from names one")
-    return found[0]
+    found = next((form for form in FORMATS.values() if form.recognises(place)), None)
+    if found is None:
+        about = f"{place}/{CONFIG} is" if (place / CONFIG).is_file() else f"{place} has no {CONFIG} and is"
+        raise UsageError(f"{about} of none of the formats {', '.join(FORMATS)}; --from names one")
+    return found
 
 
 def _refuse_others(folder: Path, source: Source, form: Format, config: Config, rules: Sequence[Rule]) -> None:
@@ -216,7 +205,7 @@ class _Work(Folder):
 
 def _their_logits(form: Format, folder: Path) -> Tensor:
     """Logits of a folder of theirs, by our model of what its configuration says."""
-    about, source = _about(folder), Source(folder)
+    about, source = form.read_about(folder), form.source(folder)
     config = _config_of(form, about, folder)
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +29,25 @@ HELD = 2**25
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class Source:
-    """The tensors of a checkpoint folder by name."""
+class Source(Protocol):
+    """Tensors of other people's by name."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change of each file that holds them."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises :class:`CheckpointError` that names the file where it cannot be read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored; raises as :meth:`shape`."""
+
+
+class Shards:
+    """Those of a checkpoint folder of safetensors files or pickles."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -44,17 +61,14 @@ class Source:
 
     @property
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of the last change of each file."""
         files = {name: (self._folder / name).stat() for name in sorted(set(self._where.values()))}
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files.items()]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises :class:`CheckpointError` that names the file where it cannot be read."""
         file = self._file(name)
         return tuple(file[name].shape if isinstance(file, dict) else self._asked(name, lambda: file.get_slice(name).get_shape()))
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is stored; raises as :meth:`shape`."""
         file = self._file(name)
         tensor: Tensor = file[name].detach() if isinstance(file, dict) else self._asked(name, lambda: file.get_tensor(name))
         self._read += tensor.nbytes

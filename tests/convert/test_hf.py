@@ -21,7 +21,7 @@ from loopscale.convert.compare import _fill
 from loopscale.convert.formats.hf import ALONE, Hf
 from loopscale.convert.formats.modeling_loopscale import LoopscaleConfig, LoopscaleForCausalLM
 from loopscale.convert.run import export, import_
-from loopscale.convert.tensors import Planned, Source, write_shards
+from loopscale.convert.tensors import Planned, Shards, write_shards
 from loopscale.corpus.progress import Silent
 from loopscale.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
 from loopscale.durable import write_json
@@ -408,7 +408,7 @@ def loaded(exported, tmp_path, monkeypatch):
 
 @pytest.mark.ranks
 def test_an_export_of_what_was_read_has_every_bit_of_it(run, exported):
-    given, written = Source(run.parent / "given"), Source(exported)
+    given, written = Shards(run.parent / "given"), Shards(exported)
     assert len(list(exported.glob("model-*.safetensors"))) > 1
     assert set(written.names) == set(given.names) and len(written.names) == 42
     assert all(torch.equal(written.read(n), given.read(n)) for n in written.names)

@@ -78,8 +78,8 @@ def test_fused_rows_lie_in_the_order_of_each_release():
 def test_what_is_written_says_what_it_was_made_of(name):
     of = config(name)
     values = FORMATS[name].values(FORMATS[name].about(of))
-    known = FORMATS[name].recognises(FORMATS[name].about(of))
-    assert known and [form.name for form in FORMATS.values() if form.recognises(FORMATS[name].about(of))] == [name]
+    known = FORMATS[name].describes(FORMATS[name].about(of))
+    assert known and [form.name for form in FORMATS.values() if form.describes(FORMATS[name].about(of))] == [name]
     for key, value in values["model"].items():
         stands = getattr(of.model, key)
         stands = {"kv_heads": of.model.key_value_heads, "head_dim": of.model.head_width}.get(key, stands) if value else stands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -13,10 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from loopscale.checkpoint import store
+from loopscale.checkpoint.commit import read_small
 from loopscale.config import Config
 from loopscale.convert.mapping import Rule
+from loopscale.convert.tensors import Shards, Source
 from loopscale.errors import CheckpointError, UsageError
 
+CONFIG = "config.json"
 Values = dict[str, dict[str, Any]]
 """Values of our configuration, by section and key."""
 
@@ -34,6 +39,8 @@ class Format(ABC):
     """One format. Formats have no state: they are used as they are."""
 
     name: ClassVar[str]
+    written: ClassVar[bool] = True
+    """Whether models of ours are written in it, and not read only."""
     needs: ClassVar[Sequence[Need]]
     """What the format's own code does and cannot be asked to do otherwise."""
     buffers: ClassVar[Sequence[str]] = ()
@@ -43,9 +50,30 @@ class Format(ABC):
     numbered: ClassVar[bool] = False
     """Whether a shard that is alone has a number and an index too."""
 
+    def recognises(self, place: Path) -> bool:
+        """Whether what lies at ``place`` is of this format."""
+        return (place / CONFIG).is_file() and self.describes(self.read_about(place))
+
     @abstractmethod
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         """Whether a `config.json` is one of this format."""
+
+    def read_about(self, place: Path) -> Mapping[str, Any]:
+        """What is written at ``place`` of the model: its `config.json`. Raises :class:`UsageError` where it is not there and
+        :class:`CheckpointError` where it cannot be read."""
+        if not (place / CONFIG).is_file():
+            raise UsageError(f"{place} has no {CONFIG}; give a folder with a model's {CONFIG} and weights")
+        try:
+            about = json.loads(read_small(place, CONFIG, store.CONFIG_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{place / CONFIG} cannot be read ({error})") from None
+        if not isinstance(about, dict):
+            raise CheckpointError(f"{place / CONFIG} does not hold keys and values")
+        return about
+
+    def source(self, place: Path) -> Source:
+        """The tensors that lie at ``place``."""
+        return Shards(place)
 
     @abstractmethod
     def values(self, about: Mapping[str, Any]) -> Values:

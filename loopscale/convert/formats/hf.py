@@ -77,7 +77,7 @@ class Hf(Format):
         Need("model.readout", ("rmsnorm", "raw", "final_only", "alpha")),
     )
 
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         return about.get("model_type") == "loopscale"
 
     def values(self, about: Mapping[str, Any]) -> Values:

@@ -35,7 +35,7 @@ class Huginn(Format):
     )
     buffers: ClassVar = ("freqs_cis",)
 
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         return about.get("model_type") == "huginn_raven"
 
     def values(self, about: Mapping[str, Any]) -> Values:

@@ -41,7 +41,7 @@ class Ouro(Format):
         Need("model.embedding_multiplier", (1.0,)),
     )
 
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         return about.get("model_type") == "ouro"
 
     def values(self, about: Mapping[str, Any]) -> Values:

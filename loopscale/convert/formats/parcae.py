@@ -41,7 +41,7 @@ class Parcae(Format):
     )
     buffers: ClassVar = ("freqs_cis",)
 
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         return about.get("_class_name") == "ParcaeConfig"
 
     def values(self, about: Mapping[str, Any]) -> Values:

@@ -54,7 +54,7 @@ class Xllm(Format):
         Need("model.embedding_multiplier", (1.0,)),
     )
 
-    def recognises(self, about: Mapping[str, Any]) -> bool:
+    def describes(self, about: Mapping[str, Any]) -> bool:
         model = about.get("model")
         return isinstance(model, dict) and model.get("arch") == "huginn"
 
