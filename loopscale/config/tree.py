@@ -388,7 +388,7 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: PositiveInt = 10
-    """Steps between logged lines."""
+    """Steps between logged lines; the first step is logged too."""
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases: files in the run folder, the service, or neither."""
     wandb_project: str = "loopscale"

@@ -190,7 +190,7 @@ class Run:
                 last = step == config.train.steps
                 validated = last or _due(step, config.validation.every)
                 diagnosed = _due(step, config.diagnostics.every) and config.depth.deepest > 1
-                logged = validated or diagnosed or _due(step, config.log.every)
+                logged = validated or diagnosed or step == 1 or _due(step, config.log.every)  # what grows is counted from step 1
                 meter = NormMeter(config.depth.cap, self.mesh.device) if logged else None
                 observe = meter.observe if meter is not None and self.mesh.sees_tokens else None
                 reason = stop.name or self.limit.reason()

@@ -85,6 +85,18 @@ def test_a_run_warns_and_a_resumed_one_knows(runs):
 
 
 @pytest.mark.ranks
+def test_growth_before_the_second_line_is_told(runs):
+    own = [f"model.{key}={value}" for key, value in BLIND.items()]
+    own += ["objective.kind=per_loop", "optimizer.lr=0.3", "depth.prior=fixed", "depth.backprop=null", "diagnostics.every=0"]
+    runs.train("seldom", *own, "train.steps=10", "log.every=10", "optimizer.schedule=constant")
+    first, last = runs.records("seldom")
+    growth = last["state_norm"][-1] / first["state_norm"][-1]
+    assert (first["step"], last["step"]) == (1, 10) and growth > 8
+    told = [e["message"] for e in runs.journal("seldom") if e["message"].startswith("blind spot: ")]
+    assert len(told) == 1 and f"has grown {growth:.3g}x since step 1;" in told[0]
+
+
+@pytest.mark.ranks
 def test_the_norm_drifts_where_no_loss_sees_it_alone(runs):
     """Paper A in 24 steps: the same model with a raw readout, or with a penalty, keeps norms several times smaller."""
     own = [f"model.{key}={value}" for key, value in BLIND.items()]

@@ -13,7 +13,7 @@ def test_a_diagnosis_is_recorded_and_changes_nothing(runs):
     runs.train("without", "train.steps=12", "diagnostics.every=0", "checkpoint.every=12")
     runs.train("with", "train.steps=12", "diagnostics.every=5", "diagnostics.sequences=12", "checkpoint.every=12", "log.every=3")
     plain, records = ({r["step"]: r for r in runs.records(name)} for name in ("without", "with"))
-    assert sorted(records) == [3, 5, 6, 9, 10, 12]
+    assert sorted(records) == [1, 3, 5, 6, 9, 10, 12]
     assert {s: r["loss"] for s, r in records.items()} == {s: plain[s]["loss"] for s in records}
     expected, found = runs.weights("without", 12), runs.weights("with", 12)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
