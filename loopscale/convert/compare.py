@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ def _fill_on_demand(stage: LoopedStage, read: Read) -> None:
             own = [(h, p) for h, p in held if h.parameter.startswith(place)]
             for holder, parameter in own:
                 parameter.data = shared.setdefault(holder.parameter.removeprefix(place), parameter.data)
-            layer.register_forward_pre_hook(partial(_fill_layer, stage, own, read))
+            layer.register_forward_pre_hook(partial(_fill_layer, proxy(stage), own, read))  # a cycle would keep it in memory
             held = [(h, p) for h, p in held if not h.parameter.startswith(place)]
     for holder, parameter in held:
         _fill(stage, holder, parameter, read)
