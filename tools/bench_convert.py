@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Memory and time of `loopscale convert`, by default of 1.07e9 random parameters of Ouro's design in fp32 shards.
 
-read     The shards become a checkpoint of ours. The first call is killed half-way; "kept" are the files that the second one finds.
-written  That checkpoint becomes a folder for transformers, likewise. Loading it there, which is the check, is another process; its
-         peak stands beside.
+read     The shards become a checkpoint of ours. The first call is killed half-way; "kept" are the files that the second finds.
+written  That checkpoint becomes a folder for transformers, likewise. To load it there, which is the check, is another process;
+         its peak stands beside.
 damaged  A shard lacks its last byte: what the call says.
 
 Peaks are of resident memory with mapped files: of the process that loads it nearly all is the folder's own pages, which the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,16 @@ from safetensors.torch import load_file, save_file
 import loopscale
 from loopscale.checkpoint import parts
 from loopscale.cli import main
+from loopscale.convert import compare
 from loopscale.convert.compare import compared
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.run import export, import_
 from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
+from loopscale.model.stage import LoopedStage
 from tests.convert import references
 from tests.convert.folders import exported, same, toy, weights_in
-from tests.convert.toys import LENGTH, VOCABULARY, config
+from tests.convert.toys import LENGTH, VOCABULARY, config, weights
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
 SENTENCE = (
@@ -295,6 +299,24 @@ def test_huginn_linear_of_paper_b(mesh, tmp_path):
     assert same(taken(there), weights_in(tmp_path / "ours" / "step-3"))
     with pytest.raises(UsageError, match=r"cannot be of the format xllm: model.between is rmsnorm, must be none or unit there"):
         FORMATS["xllm"].refuse_unfit(config("xllm", inject="huginn_linear", between="rmsnorm"))
+
+
+def test_the_model_of_a_comparison_goes_from_memory_when_it_is_over(mesh, monkeypatch):
+    of, made = config("ouro"), []
+    own = weights(of)
+
+    class Watched(LoopedStage):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(compare, "LoopedStage", Watched)
+    gc.disable()
+    try:
+        compare.logits(of, lambda names: {n: own[n] for n in names})
+        assert [model() for model in made] == [None]  # and not when a collector comes by
+    finally:
+        gc.enable()
 
 
 def test_what_was_written_wrong_is_an_error():
