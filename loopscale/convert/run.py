@@ -23,7 +23,7 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import Folder
 from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
-from loopscale.checkpoint.restore import find, run_of
+from loopscale.checkpoint.restore import config_of, find, run_of
 from loopscale.config import Config, from_values
 from loopscale.convert.compare import Check, Different, Read, compared, logits, probe, same_by_their_code
 from loopscale.convert.formats import FORMATS
@@ -75,7 +75,7 @@ def export(
             for file, content in form.further_files(work, dtype):
                 write_json(work / file, content)
             form.finish(work, config, run_of(Path(where), source), source.name)
-            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work)
+            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if theirs is None:
                 return compared(expected, found, dtype)
@@ -110,11 +110,7 @@ def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, to
     with _building(out, content_digest([files["config.yaml"], form.name, file_digest(words), source.stamps])) as work:
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
-        return compared(_their_logits(form, folder), logits(config, _our_weights(PartReader(work))), torch.float32)
-
-
-def config_of(checkpoint: Path) -> Config:
-    return from_values(Config, store.load_config(checkpoint), f"config.yaml of {checkpoint.name}").config
+        return compared(_their_logits(form, folder, config), logits(config, _our_weights(PartReader(work))), torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +149,9 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
     ]
     if odd:
         more = f"; and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
-        raise CheckpointError(f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}")
+        raise CheckpointError(
+            f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}; correct the one or the other"
+        )
 
 
 def _tokenizer_of(folder: Path, given: Path | None, config: Config) -> Path:
@@ -203,10 +201,11 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(form: Format, folder: Path) -> Tensor:
-    """Logits of a folder of theirs, by our model of what its configuration says."""
+def _their_logits(form: Format, folder: Path, like: Config) -> Tensor:
+    """Logits of a folder of theirs, by our model of what its configuration says; of the tokens and the noise that ``like`` has,
+    for most formats tell neither a sequence length nor a seed."""
     about, source = form.read_about(folder), form.source(folder)
-    config = _config_of(form, about, folder)
+    config = _config_of(form, about, folder).model_copy(update={"corpus": like.corpus, "run": like.run})
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:

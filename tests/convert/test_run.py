@@ -30,7 +30,7 @@ from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.stage import LoopedStage
 from tests.convert import references
-from tests.convert.folders import exported, same, toy, weights_in
+from tests.convert.folders import checkpoint, exported, same, toy, weights_in
 from tests.convert.toys import LENGTH, VOCABULARY, config, weights
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
@@ -317,6 +317,17 @@ def test_the_model_of_a_comparison_goes_from_memory_when_it_is_over(mesh, monkey
         assert [model() for model in made] == [None]  # and not when a collector comes by
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_seed_and_a_length_that_a_format_does_not_tell_change_nothing(mesh, tmp_path, name):
+    """Of a sequence that is compared, and of the noise that it begins with."""
+    of = config(name)
+    of = of.model_copy(update={"run": of.run.model_copy(update={"seed": 7})})
+    of = of.model_copy(update={"corpus": of.corpus.model_copy(update={"sequence_length": 8})})
+    own = weights(of, spread=0.12)
+    check = export(checkpoint(tmp_path / "ours", of, own), name, tmp_path / "theirs", Silent())
+    assert check.tokens == 8 and check.difference <= 1e-4 * check.largest
 
 
 def test_what_was_written_wrong_is_an_error():
