@@ -14,13 +14,14 @@ import loopscale
 from loopscale.checkpoint import restore, store
 from loopscale.checkpoint.commit import Folder
 from loopscale.checkpoint.parts import read_index
+from loopscale.checkpoint.restore import config_of
 from loopscale.cli import main
 from loopscale.config import Config
 from loopscale.config.tree import ParallelConfig
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import Format
 from loopscale.convert.formats.hf import Hf
-from loopscale.convert.run import config_of, export, import_
+from loopscale.convert.run import export, import_
 from loopscale.convert.tensors import Shards
 from loopscale.corpus.progress import Silent
 from loopscale.evaluate.perplexity import loss_by_depth
