@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 import torch
@@ -108,13 +108,14 @@ def logits(config: Config, read: Read) -> Tensor:
 def _fill_on_demand(stage: LoopedStage, read: Read) -> None:
     """Fills what belongs to no layer. Layers are filled when they run, all of them in the same memory."""
     held, shared = stage.held(), dict[str, Tensor]()
+    weak = cast(LoopedStage, proxy(stage))  # the stage holds the hooks: a cycle would keep it in memory
     for name in ("prelude_block", "core_block", "coda_block"):
         for number, layer in getattr(stage, name).layers.items():
             place = f"{name}.layers.{number}."
             own = [(h, p) for h, p in held if h.parameter.startswith(place)]
             for holder, parameter in own:
                 parameter.data = shared.setdefault(holder.parameter.removeprefix(place), parameter.data)
-            layer.register_forward_pre_hook(partial(_fill_layer, proxy(stage), own, read))  # a cycle would keep it in memory
+            layer.register_forward_pre_hook(partial(_fill_layer, weak, own, read))
             held = [(h, p) for h, p in held if not h.parameter.startswith(place)]
     for holder, parameter in held:
         _fill(stage, holder, parameter, read)
