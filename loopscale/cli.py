@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,23 @@ def _parser() -> argparse.ArgumentParser:
 
     convert = command("convert", _convert, "A checkpoint into another format, or a model of another format into a checkpoint.")
     convert.add_argument(
-        "source", metavar="FROM", help="with --to a run folder or a checkpoint; else a folder with config.json and weights"
+        "source",
+        metavar="FROM",
+        help="with --to a run folder or a checkpoint; else a folder with config.json and weights, or a .gguf",
     )
     convert.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    convert.add_argument("--to", choices=_FORMATS, help="the format to write")
-    convert.add_argument("--from", dest="of", choices=_FORMATS, help="the format to read; default as its config.json tells")
+    convert.add_argument("--to", choices=_WRITTEN, help="the format to write")
+    convert.add_argument("--from", dest="of", choices=_READ, help="the format to read; default as its config.json tells")
     convert.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; default the one in FROM")
     convert.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="with --to: of the written weights (fp32)")
     convert.add_argument("--shard-size", type=_gib, default=5, metavar="GIB", help="with --to: of a file of weights at most (5)")
+    retrofit = convert.add_argument_group("a looped model of a plain one (llama, gguf)")
+    retrofit.add_argument(
+        "--retrofit", metavar="LAYERS",
+        help="layers of prelude, core and coda: 4/8/4, the first, those before the last, and the last; or 0-3/18-25/26-29",
+    )  # fmt: skip
+    retrofit.add_argument("--depth", type=_positive, metavar="R", help="mean number of visits to train with (4)")
+    retrofit.add_argument("--inject", choices=_INJECTIONS, help="the injection, which begins as identity (huginn_linear)")
 
     _launch_commands(commands, command)
 
@@ -209,7 +219,9 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
         any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
 
 
-_FORMATS = ("hf", "huginn", "ouro", "parcae", "xllm")
+_WRITTEN = ("hf", "huginn", "ouro", "parcae", "xllm", "llama")
+_READ = (*_WRITTEN, "gguf")
+_INJECTIONS = ("huginn_linear", "none", "add", "diagonal", "ortho")
 
 
 def _gib(text: str) -> float:
@@ -512,6 +524,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from loopscale.convert.retrofit import plan
     from loopscale.convert.run import export, import_
     from loopscale.corpus.progress import progress_to
     from loopscale.errors import UsageError
@@ -519,10 +532,17 @@ def _convert(options: argparse.Namespace) -> int:
     progress = progress_to(sys.stderr)
     try:
         if options.to is None:
-            check = import_(Path(options.source), options.of, options.out, progress, tokenizer=options.tokenizer)
-        elif options.of is not None or options.tokenizer is not None:
+            looped = None
+            if options.retrofit is not None:
+                looped = partial(plan, options.retrofit, options.depth or 4, options.inject or "huginn_linear")
+            elif options.depth is not None or options.inject is not None:
+                raise UsageError("--depth and --inject are of a model that is looped by --retrofit; give it, or leave them out")
+            place = Path(options.source)
+            check = import_(place, options.of, options.out, progress, tokenizer=options.tokenizer, retrofit=looped)
+        elif any(getattr(options, name) is not None for name in ("of", "tokenizer", "retrofit", "depth", "inject")):
             raise UsageError(
-                "--to writes a checkpoint in another format and --from reads one of another format; give one of them"
+                "--to writes a checkpoint in another format, and --from, --tokenizer, --retrofit, --depth and --inject are of "
+                "one that is read; leave out --to or those"
             )
         else:
             import torch

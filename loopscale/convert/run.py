@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +30,11 @@ from loopscale.convert.compare import Check, Different, Read, compared, logits, 
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
+from loopscale.convert.retrofit import Plan, injection, looped, looped_rules
 from loopscale.convert.tensors import Planned, Source, write_shards
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
-from loopscale.durable import content_digest, file_digest, locked, sync, sync_tree, write_json
+from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.train.folder import config_text
 
@@ -83,34 +85,53 @@ def export(
             return compared(expected, theirs, dtype, by="transformers")
 
 
-def import_(folder: Path, name: str | None, out: Path, progress: Progress, *, tokenizer: Path | None = None) -> Check:
-    """Writes the model in ``folder``, of the format ``name`` or of that which its `config.json` tells, as a checkpoint of ours:
-    `loopscale.load(out)` gives it, and `train --init out` goes on from it.
+def import_(
+    place: Path,
+    name: str | None,
+    out: Path,
+    progress: Progress,
+    *,
+    tokenizer: Path | None = None,
+    retrofit: Callable[[int], Plan] | None = None,
+) -> Check:
+    """Writes the model at ``place``, of the format ``name`` or of that which it is recognised as, as a checkpoint of ours, looped
+    as ``retrofit`` plans for its number of layers: `loopscale.load(out)` gives it, and `train --init out` goes on from it.
 
-    Raises :class:`UsageError` where ``out`` exists or no format or tokenizer is found, and :class:`CheckpointError` that lists
-    tensors which are unknown, missing or of another shape, or names a value of the configuration that ours cannot be.
+    Raises :class:`UsageError` where ``out`` exists, no format or tokenizer is found, or ``retrofit`` does not fit the model; and
+    :class:`CheckpointError` that lists tensors which are unknown, missing or of another shape, or names a value of the
+    configuration that ours cannot be.
     """
     _refuse_existing(out)
-    form = _recognised(folder, name)
-    about, source = form.read_about(folder), form.source(folder)
-    if damaged := form.damage(folder):
+    form = _recognised(place, name)
+    about, source = form.read_about(place), form.source(place)
+    if damaged := form.damage(place):
         raise CheckpointError(damaged)
-    config = _config_of(form, about, folder)
-    rules = form.rules(config, about)
-    _refuse_others(folder, source, form, config, rules)
-    words = _tokenizer_of(folder, tokenizer, config)
+    config = _config_of(form, about, place)
+    rules, plan, made = form.rules(config, about), None, dict[str, Tensor]()
+    _refuse_others(place, source, form, config, rules)
+    if retrofit is not None:
+        plan = retrofit(config.model.core_layers)
+        config = looped(config, plan)
+        rules, made = looped_rules(rules, config, plan), injection(config)
+    with tempfile.TemporaryDirectory(prefix="loopscale-") as scratch:
+        words = _tokenizer_of(form, place, tokenizer, config, Path(scratch))
     told = _told(progress, sum(4 * math.prod(p.weight.shape) for rule in rules for p in rule.parts))
-    pieces = [
+    pieces: list[Piece] = [
         _Converted(f"weight/{part.weight.name}", part.weight.shape, (0,) * len(part.weight.shape),
                    torch.empty(part.weight.shape, device="meta"), rule=rule, place=i, source=source, told=told)
         for rule in rules
         for i, part in enumerate(rule.parts)
     ]  # fmt: skip
-    files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words.read_bytes()}
-    with _building(out, content_digest([files["config.yaml"], form.name, file_digest(words), source.stamps])) as work:
+    pieces += [Piece(f"weight/{name}", tuple(values.shape), (0,) * values.dim(), values) for name, values in made.items()]
+    files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words}
+    with _building(out, content_digest([files["config.yaml"], form.name, str(plan), words.decode(), source.stamps])) as work:
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
-        return compared(_their_logits(form, folder, config), logits(config, _our_weights(PartReader(work))), torch.float32)
+        found = logits(config, _our_weights(PartReader(work)))
+        if plan is None:
+            return compared(_their_logits(form, place, config), found, torch.float32)
+        expected = torch.cat([_their_logits(form, place, config, plan.stack(r)) for r in range(1, plan.compared + 1)])
+        return compared(expected, found[: len(expected)], torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,17 +175,16 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
         )
 
 
-def _tokenizer_of(folder: Path, given: Path | None, config: Config) -> Path:
+def _tokenizer_of(form: Format, place: Path, given: Path | None, config: Config, scratch: Path) -> bytes:
     """A tokenizer.json that fits the model."""
-    places = [given] if given else [folder / "tokenizer.json", folder / "tokenizer/tokenizer.json"]
-    path = next((p for p in places if p.is_file()), None)
-    if path is None:
-        raise UsageError(f"{places[0]} does not exist; --tokenizer names a tokenizer.json")
+    path = given or form.tokenizer_file(place, scratch)
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; --tokenizer names a tokenizer.json")
     tokenizer = load_tokenizer(path)
     end_of_text(tokenizer, path)
     if (size := vocabulary_size(tokenizer)) > config.model.vocabulary:
         raise UsageError(f"{path} has {size} tokens, the model {config.model.vocabulary}; --tokenizer names another")
-    return path
+    return path.read_bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,18 +221,27 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(form: Format, folder: Path, like: Config) -> Tensor:
-    """Logits of a folder of theirs, by our model of what its configuration says; of the tokens and the noise that ``like`` has,
-    for most formats tell neither a sequence length nor a seed."""
-    about, source = form.read_about(folder), form.source(folder)
-    config = _config_of(form, about, folder).model_copy(update={"corpus": like.corpus, "run": like.run})
+def _their_logits(form: Format, place: Path, like: Config, stack: Sequence[int] | None = None) -> Tensor:
+    """Logits of a model of theirs, by our model of what its configuration says, or of the plain model that has the layers
+    ``stack`` of it, by number, one after the other; of the tokens and the noise that ``like`` has, for most formats tell neither
+    a sequence length nor a seed."""
+    about, source = form.read_about(place), form.source(place)
+    config = _config_of(form, about, place).model_copy(update={"corpus": like.corpus, "run": like.run})
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        rules = {made_of[n][0].theirs: made_of[n][0] for n in names}
-        whole = {theirs: rule.back(source.read(theirs).float()) for theirs, rule in rules.items()}
-        return {n: whole[rule.theirs][i] for n in names for rule, i in [made_of[n]]}
+    def theirs(name: str) -> str:
+        if stack is None:
+            return name
+        return re.sub(r"^core\.(\d+)", lambda layer: f"core.{stack[int(layer[1])]}", name)
 
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        places = {n: made_of[theirs(n)] for n in names}
+        rules = {rule.theirs: rule for rule, _ in places.values()}
+        whole = {name: rule.back(source.read(name).float()) for name, rule in rules.items()}
+        return {n: whole[rule.theirs][i] for n, (rule, i) in places.items()}
+
+    if stack is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"core_layers": len(stack)})})
     return logits(config, read)
 
 

@@ -31,7 +31,7 @@ from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.stage import LoopedStage
 from tests.convert import references
 from tests.convert.folders import checkpoint, exported, same, toy, weights_in
-from tests.convert.toys import LENGTH, VOCABULARY, config, weights
+from tests.convert.toys import LENGTH, MODELS, VOCABULARY, config, weights
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
 SENTENCE = (
@@ -319,7 +319,7 @@ def test_the_model_of_a_comparison_goes_from_memory_when_it_is_over(mesh, monkey
         gc.enable()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_seed_and_a_length_that_a_format_does_not_tell_change_nothing(mesh, tmp_path, name):
     """Of a sequence that is compared, and of the noise that it begins with."""
     of = config(name)

@@ -75,6 +75,11 @@ class Format(ABC):
         """The tensors that lie at ``place``."""
         return Shards(place)
 
+    def tokenizer_file(self, place: Path, scratch: Path) -> Path:
+        """The `tokenizer.json` that lies at ``place``, or one that was made of what does, in ``scratch``; it may be missing."""
+        own = place / self.tokenizer
+        return own if own.is_file() else place / "tokenizer.json"
+
     @abstractmethod
     def values(self, about: Mapping[str, Any]) -> Values:
         """Our configuration of their `config.json`. Raises :class:`CheckpointError` naming a value that ours cannot have."""

@@ -66,7 +66,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).float().eval()
 with torch.no_grad():
     probe = load_file(probe)
-    logits = [model(probe["tokens"], depth=depth).logits for depth in probe["depths"].tolist()]
+    visits = [{"depth": depth} if model.config.model_type == "loopscale" else {} for depth in probe["depths"].tolist()]
+    logits = [model(probe["tokens"], **own).logits for own in visits]
     save_file({"logits": torch.cat(logits)}, found)
 """
 """Loads a folder as its users do."""
@@ -120,42 +121,53 @@ class Hf(Format):
         return [ours.same(_theirs(weight.name, weight.kind), weight.name) for weight in ours.weights.values()]
 
     def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:
-        path = folder / "tokenizer.json"
-        tokenizer = load_tokenizer(path)
-        end = end_of_text(tokenizer, path)
-        word = tokenizer.id_to_token(end)
-        write_json(
-            folder / "tokenizer_config.json",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": word,
-                "pad_token": word,
-                "padding_side": "left",
-                "model_max_length": config.corpus.sequence_length,
-                "model_input_names": ["input_ids", "attention_mask"],
-                "clean_up_tokenization_spaces": False,
-                "split_special_tokens": True,  # as in training: text that spells one does not end a document
-            },
-        )
-        write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+        write_tokenizer_config(folder, config.corpus.sequence_length)
         shutil.copyfile(Path(__file__).with_name(f"{MODELING}.py"), folder / f"{MODELING}.py")
         parameters = sum(math.prod(w.shape) for w in Ours.of(config.model, config.corpus.sequence_length).weights.values())
         (folder / "README.md").write_text(card(config, parameters, run, checkpoint))
 
     def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor:
-        """By transformers, in a process of its own from which loopscale cannot be imported."""
-        with tempfile.TemporaryDirectory(prefix="loopscale-") as place:
-            probe, found = Path(place) / "probe.safetensors", Path(place) / "found.safetensors"
-            save_file({"tokens": tokens, "depths": torch.tensor(depths)}, probe)
-            environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(
-                [sys.executable, "-I", "-c", ALONE, str(folder.resolve()), str(probe), str(found), str(torch.get_num_threads())],
-                cwd=place, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            )  # fmt: skip
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                raise CheckpointError(f"transformers does not load what was written: {last}")
-            return load_file(found)["logits"]
+        return by_transformers(folder, tokens, depths)
+
+
+def write_tokenizer_config(folder: Path, length: int) -> None:
+    """Writes what transformers asks for beside the `tokenizer.json` in ``folder``, of a model of ``length`` positions, and which
+    token ends a text that it generates."""
+    path = folder / "tokenizer.json"
+    tokenizer = load_tokenizer(path)
+    end = end_of_text(tokenizer, path)
+    word = tokenizer.id_to_token(end)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": word,
+            "pad_token": word,
+            "padding_side": "left",
+            "model_max_length": length,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "clean_up_tokenization_spaces": False,
+            "split_special_tokens": True,  # as in training: text that spells one does not end a document
+        },
+    )
+    write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+
+
+def by_transformers(folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor:
+    """Logits of ``tokens`` int64 [1, S] at each depth, [depths, S, V], by transformers in a process of its own from which
+    loopscale cannot be imported. Raises :class:`CheckpointError` where it does not load the folder."""
+    with tempfile.TemporaryDirectory(prefix="loopscale-") as place:
+        probe, found = Path(place) / "probe.safetensors", Path(place) / "found.safetensors"
+        save_file({"tokens": tokens, "depths": torch.tensor(depths)}, probe)
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", ALONE, str(folder.resolve()), str(probe), str(found), str(torch.get_num_threads())],
+            cwd=place, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CheckpointError(f"transformers does not load what was written: {last}")
+        return load_file(found)["logits"]
 
 
 def _theirs(name: str, kind: str) -> str:
