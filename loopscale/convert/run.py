@@ -74,9 +74,7 @@ def export(
             write_json(work / CONFIG, about)
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
-            for file, content in form.further_files(work, dtype):
-                write_json(work / file, content)
-            form.finish(work, config, run_of(Path(where), source), source.name)
+            form.finish(work, config, dtype, run_of(Path(where), source), source.name)
             expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if theirs is None:

@@ -478,7 +478,7 @@ def test_the_page_tells_what_was_measured_and_nothing_else(run, exported, tmp_pa
     assert "# toy-run, step-0" in page and "by loopscale 0.1." in page and "1 layer before the loop, a block of 2 layers" in page
     assert "8 banks at R = 3" in page and "4 banks at any R" in page and "{" not in page.replace("{depth}", "")
     of = toys.config("ouro")
-    Hf().finish(bare(tmp_path, exported), of, None, "step-0")
+    Hf().finish(bare(tmp_path, exported), of, torch.float32, None, "step-0")
     page = (tmp_path / "README.md").read_text()
     assert "Nothing was measured of this checkpoint." in page and "## Made" not in page and "`exit_probability`" in page
 

@@ -120,7 +120,7 @@ class Hf(Format):
         ours = Ours.of(config.model, config.corpus.sequence_length)
         return [ours.same(_theirs(weight.name, weight.kind), weight.name) for weight in ours.weights.values()]
 
-    def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:
+    def finish(self, folder: Path, config: Config, dtype: torch.dtype, run: Path | None, checkpoint: str) -> None:
         write_tokenizer_config(folder, config.corpus.sequence_length)
         shutil.copyfile(Path(__file__).with_name(f"{MODELING}.py"), folder / f"{MODELING}.py")
         parameters = sum(math.prod(w.shape) for w in Ours.of(config.model, config.corpus.sequence_length).weights.values())
