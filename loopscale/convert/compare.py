@@ -70,12 +70,13 @@ def same_by_their_code(ours: Tensor, theirs: Tensor) -> None:
         )
 
 
-def compared(expected: Tensor, found: Tensor, stored: torch.dtype, by: str = "our code") -> Check:
-    """Of logits as :func:`logits` gives them. Raises :class:`CheckpointError` where those of what is ``stored`` in fp32 differ by
-    more than rounding does; what bf16 rounds away is told alone."""
+def compared(expected: Tensor, found: Tensor, stored: torch.dtype, by: str | None = None) -> Check:
+    """Of logits as :func:`logits` gives them; ``by``: whose code read what was written, if not ours. Raises
+    :class:`CheckpointError` where those of what is ``stored`` in fp32 differ by more than rounding does; what bf16 rounds away is
+    told alone."""
     difference, largest = float((expected - found).abs().max()), float(expected.abs().max())
-    check = Check(expected.shape[1], len(expected), difference, largest, stored, by)
-    tolerance = TOLERANCE if by == "our code" else BY_ANOTHER
+    check = Check(expected.shape[1], len(expected), difference, largest, stored, by or "our code")
+    tolerance = TOLERANCE if by is None else BY_ANOTHER
     if stored == torch.float32 and not difference <= tolerance * max(largest, 1.0):
         raise Different(f"what was written is not what it was made of; this is a fault of loopscale, or of the disk; {check}")
     return check
