@@ -28,6 +28,8 @@ INJECTIONS = (*REPEATING, "add", "diagonal", "ortho")
 """Those that can hand e to the first visit."""
 CURRICULUM = 1.1
 """Mean number of visits to begin with: nearly the plain model."""
+RATE = 3e-4
+"""Learning rate to go on with: below that of weights that have learned nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,22 @@ def plan(text: str, depth: int, inject: str, layers: int) -> Plan:
     return Plan((prelude, core, coda), depth, inject)
 
 
-def looped(config: Config, plan: Plan) -> Config:
-    """The configuration of the looped model that is made of a plain one's. Raises :class:`CheckpointError` where ``config`` is
-    of a looped one."""
+def refuse_looped(config: Config) -> None:
+    """Raises :class:`CheckpointError` for a model that is not a plain one."""
     model = config.model
     if model.inject != "none" or config.depth.deepest != 1 or model.prelude_layers or model.coda_layers:
         raise CheckpointError("--retrofit makes a looped model of a plain one, and this one is looped already")
+
+
+def looped(config: Config, plan: Plan) -> Config:
+    """The configuration of the looped model that is made of a plain one's."""
     fixed = {"prior": "fixed", "mean": 1, "backprop": None}
     drawn = {"prior": "pln", "mean": plan.depth, "curriculum": CURRICULUM} | ({"backprop": None} if plan.inject == "none" else {})
     values = config.model_dump()
     values["model"] |= {f"{part}_layers": len(own) for part, own in zip(PARTS, plan.layers, strict=True)}
     values["model"] |= {"inject": plan.inject, "state_init": "zero" if plan.inject == "add" else "embedding"}
     values["depth"] = fixed if plan.depth == 1 else drawn
+    values["optimizer"] |= {"lr": RATE}
     return from_values(Config, values, "--retrofit").config
 
 

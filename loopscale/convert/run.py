@@ -30,7 +30,7 @@ from loopscale.convert.compare import Check, Different, Read, compared, logits, 
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
-from loopscale.convert.retrofit import Plan, injection, looped, looped_rules
+from loopscale.convert.retrofit import Plan, injection, looped, looped_rules, refuse_looped
 from loopscale.convert.tensors import Planned, Source, write_shards
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
@@ -108,6 +108,7 @@ def import_(
     rules, plan, made = form.rules(config, about), None, dict[str, Tensor]()
     _refuse_others(place, source, form, config, rules)
     if retrofit is not None:
+        refuse_looped(config)
         plan = retrofit(config.model.core_layers)
         config = looped(config, plan)
         rules, made = looped_rules(rules, config, plan), injection(config)
@@ -125,10 +126,9 @@ def import_(
     with _building(out, content_digest([files["config.yaml"], form.name, str(plan), words.decode(), source.stamps])) as work:
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
+        stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
+        expected = torch.cat([_their_logits(form, place, config, stack) for stack in stacks])
         found = logits(config, _our_weights(PartReader(work)))
-        if plan is None:
-            return compared(_their_logits(form, place, config), found, torch.float32)
-        expected = torch.cat([_their_logits(form, place, config, plan.stack(r)) for r in range(1, plan.compared + 1)])
         return compared(expected, found[: len(expected)], torch.float32)
 
 

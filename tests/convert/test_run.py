@@ -64,7 +64,7 @@ def change(folder: Path, **values) -> None:
     (folder / "config.json").write_text(json.dumps({**about, **values}))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_bytes", [2**30, 30_000])
 def test_a_checkpoint_comes_back_to_the_bit(mesh, tmp_path, name, shard_bytes):
     there = exported(tmp_path, name, shard_bytes)
@@ -78,7 +78,7 @@ def test_a_checkpoint_comes_back_to_the_bit(mesh, tmp_path, name, shard_bytes):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ours", "theirs"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 def test_bf16_is_told_and_read(mesh, tmp_path, name):
     check = export(toy(tmp_path, name), name, tmp_path / "theirs", Silent(), dtype=torch.bfloat16)
     assert "from bfloat16" in str(check) and 0 < check.difference < 0.05 * check.largest
@@ -87,11 +87,13 @@ def test_bf16_is_told_and_read(mesh, tmp_path, name):
         torch.testing.assert_close(back, ours[weight], rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 def test_rows_of_padding_are_theirs_alone_and_the_loss_is_the_same(mesh, tmp_path, name):
     there = exported(tmp_path, name)
     state, about = state_of(there), json.loads((there / "config.json").read_text())
-    theirs = {"hf": "embedding.tokens.weight", "ouro": "model.embed_tokens.weight", "xllm": "embed.weight"}
+    theirs = {"hf": "embedding.tokens.weight", "xllm": "embed.weight"} | dict.fromkeys(
+        ("ouro", "llama"), "model.embed_tokens.weight"
+    )
     embedding = theirs.get(name, "transformer.wte.weight")
     assert len(state[embedding]) == (128 if name == "parcae" else VOCABULARY)
     assert not state[embedding][VOCABULARY:].any()
@@ -234,7 +236,7 @@ def test_what_is_no_model_of_a_known_format_is_told(mesh, tmp_path):
     there = exported(tmp_path, "ouro")
     about = (there / "config.json").read_text()
     for content, error, sentence in (
-        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm; --from names one"),
+        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm, llama, gguf; --from names one"),
         ("[", CheckpointError, "config.json cannot be read"),
         ("[]", CheckpointError, "does not hold keys and values"),
         (None, UsageError, "has no config.json"),

@@ -32,13 +32,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "between": "rmsnorm", "coda_linear": True, "readout": "alpha", "positions": "learned", "embedding_multiplier": 2.0,
     },
     "xllm": {**SHAPE, "kv_heads": 2, "head_dim": 16, "prelude_layers": 1, "core_layers": 2, "coda_layers": 1},
+    "llama": {
+        **SHAPE, "kv_heads": 2, "prelude_layers": 0, "core_layers": 4, "coda_layers": 0, "inject": "none",
+        "state_init": "embedding", "rope_base": 1e5, "norm_eps": 1e-5, "rope_interleaved": False, "norm_centered": False,
+    },
 }  # fmt: skip
 VOCABULARY, LENGTH = 101, 32
 
 
 def config(name: str, **changes: Any) -> Config:
     model = {"vocab_size": VOCABULARY, **MODELS[name], **changes}
-    depth = {"prior": "fixed", "mean": 3, "backprop": None}
+    depth = {"prior": "fixed", "mean": 1 if name == "llama" else 3, "backprop": None}
     rest = {
         "corpus": {"sequence_length": LENGTH},
         "batch": {"global_batch": 1},
