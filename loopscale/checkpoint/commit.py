@@ -73,7 +73,10 @@ class Manifest:
         if not isinstance(version, int):
             raise CheckpointError(f"checkpoint {name} is damaged: the format in its {MANIFEST} is not a whole number")
         if version != FORMAT_VERSION:
-            raise CheckpointError(f"checkpoint {name} has format {version}; this version of loopscale reads {FORMAT_VERSION}")
+            raise CheckpointError(
+                f"checkpoint {name} has format {version}; this version of loopscale reads {FORMAT_VERSION}: use a "
+                f"{'newer' if version > FORMAT_VERSION else 'older'} one"
+            )
         if missing := [required for required in REQUIRED if required not in {f.name for f in files}]:
             raise CheckpointError(f"checkpoint {name} is damaged: {MANIFEST} does not list {missing[0]}")
         for file in files:

@@ -231,19 +231,12 @@ class PartWriter(StorageWriter):
         path = self._storage.writing(self._step) / "tensors" / name
         if self._keep and path.is_file():
             return self._found(path, pieces, boxes)
-        header, end = dict[str, Any](), 0
-        for piece, box in zip(pieces, boxes, strict=True):
-            begin, end = end, end + piece.here.nbytes
-            header[box.key(piece.name)] = {"dtype": "F32", "shape": box.sizes, "data_offsets": (begin, end)}
-        head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % 8)  # data are aligned
-        sha256 = hashlib.sha256()
+        head = safetensors_head((box.key(p.name), "F32", box.sizes, p.here.nbytes) for p, box in zip(pieces, boxes, strict=True))
+        size, sha256 = len(head) + sum(p.here.nbytes for p in pieces), hashlib.sha256(head)
         with replacing(path) as out, ThreadPoolExecutor(1) as beside:
-            for content in (len(head).to_bytes(8, "little"), head):
-                out.write(content)
-                sha256.update(content)
+            out.write(head)
             digests = [_put(piece, out, sha256, beside) for piece in pieces]
-        return _results(pieces, boxes, digests, File(f"tensors/{name}", 8 + len(head) + end, sha256.hexdigest()))
+        return _results(pieces, boxes, digests, File(f"tensors/{name}", size, sha256.hexdigest()))
 
     def _found(self, path: Path, pieces: Sequence[Piece], boxes: Sequence[StoredBox]) -> list[WriteResult]:
         """As :meth:`_write`, of a file that is whole."""
@@ -278,6 +271,17 @@ def _results(pieces: Sequence[Piece], boxes: Sequence[StoredBox], digests: Seque
         WriteResult(piece.index, piece.here.nbytes, _Stored(box, digest, file))
         for piece, box, digest in zip(pieces, boxes, digests, strict=True)
     ]
+
+
+def safetensors_head(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """All of a safetensors file but the data that follow, of tensors given as name, type, shape and bytes in their order."""
+    header, end = dict[str, Any]({"__metadata__": metadata} if metadata else {}), 0
+    for name, dtype, shape, size in tensors:
+        begin, end = end, end + size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # data are aligned
+    return len(head).to_bytes(8, "little") + head
 
 
 def _put(piece: Piece, out: BinaryIO, sha256: Any, beside: Executor) -> int:

@@ -54,7 +54,7 @@ def restore(where: str | Path) -> Restored:
 
     with tempfile.TemporaryDirectory(prefix="loopscale-") as cache:
         checkpoint, notes = find(where, Path(cache))
-        config = _config_of(checkpoint).model_copy(update={"parallel": ParallelConfig()})  # one rank holds what many trained
+        config = config_of(checkpoint).model_copy(update={"parallel": ParallelConfig()})  # one rank holds what many trained
         mesh = meshes.start(config.parallel)
         stage = LoopedStage(
             config.model, config.corpus.sequence_length, seed=config.run.seed, device=mesh.device, initialise=False
@@ -67,7 +67,7 @@ def restore(where: str | Path) -> Restored:
     return Restored(checkpoint.name, run, config, stage, mesh, tokenizer, end, tuple(notes))
 
 
-def _config_of(checkpoint: Path) -> Config:
+def config_of(checkpoint: Path) -> Config:
     """Its configuration, which asks for no larger model than its tensors are: it comes with the checkpoint, so it is believed
     before memory is taken only where they agree."""
     source = f"config.yaml of {checkpoint.name}"

@@ -151,7 +151,8 @@ def require_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> N
 def _raise_problems(checkpoint: Path, found: Sequence[str]) -> None:
     if found:
         shown = "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
-        raise CheckpointError(f"checkpoint {checkpoint} does not fit the model: {shown}")
+        remedy = "use the configuration that it was saved with, or a checkpoint that no other program has changed"
+        raise CheckpointError(f"checkpoint {checkpoint} does not fit the model: {shown}; {remedy}")
 
 
 def load_whole(checkpoint: Path) -> dict[str, Tensor]:

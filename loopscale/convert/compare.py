@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -69,12 +70,13 @@ def same_by_their_code(ours: Tensor, theirs: Tensor) -> None:
         )
 
 
-def compared(expected: Tensor, found: Tensor, stored: torch.dtype, by: str = "our code") -> Check:
-    """Of logits as :func:`logits` gives them. Raises :class:`CheckpointError` where those of what is ``stored`` in fp32 differ by
-    more than rounding does; what bf16 rounds away is told alone."""
+def compared(expected: Tensor, found: Tensor, stored: torch.dtype, by: str | None = None) -> Check:
+    """Of logits as :func:`logits` gives them; ``by``: whose code read what was written, if not ours. Raises
+    :class:`CheckpointError` where those of what is ``stored`` in fp32 differ by more than rounding does; what bf16 rounds away is
+    told alone."""
     difference, largest = float((expected - found).abs().max()), float(expected.abs().max())
-    check = Check(expected.shape[1], len(expected), difference, largest, stored, by)
-    tolerance = TOLERANCE if by == "our code" else BY_ANOTHER
+    check = Check(expected.shape[1], len(expected), difference, largest, stored, by or "our code")
+    tolerance = TOLERANCE if by is None else BY_ANOTHER
     if stored == torch.float32 and not difference <= tolerance * max(largest, 1.0):
         raise Different(f"what was written is not what it was made of; this is a fault of loopscale, or of the disk; {check}")
     return check
@@ -107,13 +109,14 @@ def logits(config: Config, read: Read) -> Tensor:
 def _fill_on_demand(stage: LoopedStage, read: Read) -> None:
     """Fills what belongs to no layer. Layers are filled when they run, all of them in the same memory."""
     held, shared = stage.held(), dict[str, Tensor]()
+    weak = cast(LoopedStage, proxy(stage))  # the stage holds the hooks: a cycle would keep it in memory
     for name in ("prelude_block", "core_block", "coda_block"):
         for number, layer in getattr(stage, name).layers.items():
             place = f"{name}.layers.{number}."
             own = [(h, p) for h, p in held if h.parameter.startswith(place)]
             for holder, parameter in own:
                 parameter.data = shared.setdefault(holder.parameter.removeprefix(place), parameter.data)
-            layer.register_forward_pre_hook(partial(_fill_layer, stage, own, read))
+            layer.register_forward_pre_hook(partial(_fill_layer, weak, own, read))
             held = [(h, p) for h, p in held if not h.parameter.startswith(place)]
     for holder, parameter in held:
         _fill(stage, holder, parameter, read)

@@ -24,7 +24,7 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import Folder
 from loopscale.checkpoint.inspect import verified
 from loopscale.checkpoint.parts import PartReader, Piece
-from loopscale.checkpoint.restore import find, run_of
+from loopscale.checkpoint.restore import config_of, find, run_of
 from loopscale.config import Config, from_values
 from loopscale.convert.compare import Check, Different, Read, compared, logits, probe, same_by_their_code
 from loopscale.convert.formats import FORMATS
@@ -74,10 +74,8 @@ def export(
             write_json(work / CONFIG, about)
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
-            for file, content in form.further_files(work, dtype):
-                write_json(work / file, content)
-            form.finish(work, config, run_of(Path(where), source), source.name)
-            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work)
+            form.finish(work, config, dtype, run_of(Path(where), source), source.name)
+            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if theirs is None:
                 return compared(expected, found, dtype)
@@ -129,13 +127,9 @@ def import_(
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
         stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
-        expected = torch.cat([_their_logits(form, place, stack) for stack in stacks])
+        expected = torch.cat([_their_logits(form, place, config, stack) for stack in stacks])
         found = logits(config, _our_weights(PartReader(work)))
         return compared(expected, found[: len(expected)], torch.float32)
-
-
-def config_of(checkpoint: Path) -> Config:
-    return from_values(Config, store.load_config(checkpoint), f"config.yaml of {checkpoint.name}").config
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +168,9 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
     ]
     if odd:
         more = f"; and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
-        raise CheckpointError(f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}")
+        raise CheckpointError(
+            f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}; correct the one or the other"
+        )
 
 
 def _tokenizer_of(form: Format, place: Path, given: Path | None, config: Config, scratch: Path) -> bytes:
@@ -223,11 +219,12 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(form: Format, place: Path, stack: Sequence[int] | None = None) -> Tensor:
-    """Logits of a model of theirs, by our model of what its configuration says; or of the plain model that has the layers
-    ``stack`` of it, by number, one after the other."""
+def _their_logits(form: Format, place: Path, like: Config, stack: Sequence[int] | None = None) -> Tensor:
+    """Logits of a model of theirs, by our model of what its configuration says, or of the plain model that has the layers
+    ``stack`` of it, by number, one after the other; of the tokens and the noise that ``like`` has, for most formats tell neither
+    a sequence length nor a seed."""
     about, source = form.read_about(place), form.source(place)
-    config = _config_of(form, about, place)
+    config = _config_of(form, about, place).model_copy(update={"corpus": like.corpus, "run": like.run})
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 
     def theirs(name: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from loopscale.checkpoint.parts import safetensors_head
 from loopscale.durable import replacing, write_json
 from loopscale.errors import CheckpointError, UsageError
 
@@ -179,14 +180,8 @@ def _shards(tensors: Sequence[Planned], itemsize: int, most: int) -> Iterator[li
 
 
 def _write_shard(out: BinaryIO, shard: Sequence[Planned], dtype: torch.dtype) -> Iterator[int]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in shard:
-        begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
-        header[tensor.name] = {"dtype": TYPES[dtype], "shape": tensor.shape, "data_offsets": (begin, end)}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # data are aligned
-    out.write(len(head).to_bytes(8, "little") + head)
+    sized = ((t.name, TYPES[dtype], t.shape, math.prod(t.shape) * dtype.itemsize) for t in shard)
+    out.write(safetensors_head(sized, {"format": "pt"}))
     for tensor in shard:
         values = tensor.make().to(dtype).contiguous()
         assert tuple(values.shape) == tensor.shape, tensor.name

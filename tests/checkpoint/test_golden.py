@@ -36,12 +36,13 @@ def test_the_golden_checkpoint_has_moments_and_counters(mesh):
     assert (state.step, state.consumed, state.applied_steps, state.global_batch) == (2, 8, 2, 4)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_another_format_is_one_sentence(mesh, tmp_path, version):
+@pytest.mark.parametrize(("version", "other"), [(1, "older"), (3, "newer")])
+def test_another_format_is_one_sentence(mesh, tmp_path, version, other):
     checkpoint = tmp_path / "step-2"
     shutil.copytree(GOLDEN / "step-2", checkpoint)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "format": version}))
     with pytest.raises(CheckpointError) as raised:
         restore(checkpoint)
-    assert str(raised.value) == f"checkpoint step-2 has format {version}; this version of loopscale reads 2"
+    told = f"checkpoint step-2 has format {version}; this version of loopscale reads 2: use a {other} one"
+    assert str(raised.value) == told

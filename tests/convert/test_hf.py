@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -477,7 +478,7 @@ def test_the_page_tells_what_was_measured_and_nothing_else(run, exported, tmp_pa
     assert "# toy-run, step-0" in page and "by loopscale 0.1." in page and "1 layer before the loop, a block of 2 layers" in page
     assert "8 banks at R = 3" in page and "4 banks at any R" in page and "{" not in page.replace("{depth}", "")
     of = toys.config("ouro")
-    Hf().finish(bare(tmp_path, exported), of, None, "step-0")
+    Hf().finish(bare(tmp_path, exported), of, torch.float32, None, "step-0")
     page = (tmp_path / "README.md").read_text()
     assert "Nothing was measured of this checkpoint." in page and "## Made" not in page and "`exit_probability`" in page
 
@@ -500,3 +501,20 @@ def test_an_injection_that_was_added_to_ours_is_refused():
     of = toys.config("xllm")
     with pytest.raises(UsageError, match=r"model\.inject is gated, must be none or add or huginn_linear"):
         Hf().refuse_unfit(of.model_copy(update={"model": of.model.model_copy(update={"inject": "gated"})}))
+
+
+OTHER = "LOOPSCALE_TRANSFORMERS_5"
+"""In the environment: an interpreter that has what this one has, but transformers 5."""
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(OTHER not in os.environ, reason=f"{OTHER} names no interpreter with transformers 5, which streaming refuses")
+def test_all_this_holds_under_transformers_5():
+    python, environment = os.environ[OTHER], {name: value for name, value in os.environ.items() if name != OTHER}
+    version = [python, "-c", "import transformers; print(transformers.__version__)"]
+    assert subprocess.run(version, capture_output=True, text=True).stdout.startswith("5.")
+    tests = [python, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(tests, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed, 1 skipped", done.stdout)
+    assert passed and int(passed[1]) > 60, done.stdout

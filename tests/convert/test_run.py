@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,16 @@ from safetensors.torch import load_file, save_file
 import loopscale
 from loopscale.checkpoint import parts
 from loopscale.cli import main
+from loopscale.convert import compare
 from loopscale.convert.compare import compared
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.run import export, import_
 from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
+from loopscale.model.stage import LoopedStage
 from tests.convert import references
-from tests.convert.folders import exported, same, toy, weights_in
-from tests.convert.toys import LENGTH, MODELS, VOCABULARY, config
+from tests.convert.folders import checkpoint, exported, same, toy, weights_in
+from tests.convert.toys import LENGTH, MODELS, VOCABULARY, config, weights
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
 SENTENCE = (
@@ -297,6 +301,35 @@ def test_huginn_linear_of_paper_b(mesh, tmp_path):
     assert same(taken(there), weights_in(tmp_path / "ours" / "step-3"))
     with pytest.raises(UsageError, match=r"cannot be of the format xllm: model.between is rmsnorm, must be none or unit there"):
         FORMATS["xllm"].refuse_unfit(config("xllm", inject="huginn_linear", between="rmsnorm"))
+
+
+def test_the_model_of_a_comparison_goes_from_memory_when_it_is_over(mesh, monkeypatch):
+    of, made = config("ouro"), []
+    own = weights(of)
+
+    class Watched(LoopedStage):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(compare, "LoopedStage", Watched)
+    gc.disable()
+    try:
+        compare.logits(of, lambda names: {n: own[n] for n in names})
+        assert [model() for model in made] == [None]  # and not when a collector comes by
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_seed_and_a_length_that_a_format_does_not_tell_change_nothing(mesh, tmp_path, name):
+    """Of a sequence that is compared, and of the noise that it begins with."""
+    of = config(name)
+    of = of.model_copy(update={"run": of.run.model_copy(update={"seed": 7})})
+    of = of.model_copy(update={"corpus": of.corpus.model_copy(update={"sequence_length": 8})})
+    own = weights(of, spread=0.12)
+    check = export(checkpoint(tmp_path / "ours", of, own), name, tmp_path / "theirs", Silent())
+    assert check.tokens == 8 and check.difference <= 1e-4 * check.largest
 
 
 def test_what_was_written_wrong_is_an_error():

@@ -114,3 +114,17 @@ def test_bench_checkpoint_states_ratios_to_torch_and_what_a_save_in_the_backgrou
     assert re.search(r"^in the background +stall \d+ ms = [\d.]+ steps$", printed, re.MULTILINE)
     assert re.search(r"^memory above without +-?\d+ MB, predicted \d+ MB$", printed, re.MULTILINE)
     assert not list(folder.iterdir())
+
+
+def test_bench_convert_states_peaks_after_a_kill_and_names_the_damaged_shard(run, tmp_path):
+    printed = run("bench_convert.py", "--layers", 2, "--width", 128, "--folder", tmp_path)
+    found = {
+        name: [float(number) for number in numbers]
+        for name, *numbers in re.findall(
+            r"^(read|written) .* kept (\d+) of (\d+) files; peak GiB ([\d.]+)", printed, re.MULTILINE
+        )
+    }
+    assert all(kept < files and peak > 0 for kept, files, peak in found.values())
+    assert found.keys() == {"read", "written"} and found["written"][0] > 0
+    assert re.search(r"^damaged .*theirs/model-(\d{5})-of-\1\.safetensors cannot be read", printed, re.MULTILINE)
+    assert {p.name for p in tmp_path.iterdir()} == {"printed.txt"}

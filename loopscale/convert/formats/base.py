@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,9 +92,11 @@ class Format(ABC):
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
         """A rule for each tensor that they hold."""
 
-    def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:  # noqa: B027  # most have no more
-        """Writes what else a folder of theirs holds, beside weights, config.json and tokenizer.json. ``checkpoint`` is the name
-        of ours, ``run`` the folder of its run, if it lies in one."""
+    def finish(  # noqa: B027  # most have no more
+        self, folder: Path, config: Config, dtype: torch.dtype, run: Path | None, checkpoint: str
+    ) -> None:
+        """Writes what else a folder of theirs holds, beside weights of type ``dtype``, config.json and tokenizer.json.
+        ``checkpoint`` is the name of ours, ``run`` the folder of its run, if it lies in one."""
 
     def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor | None:
         """Logits of ``tokens`` int64 [1, S] by their own code in fp32, [depths, S, V], where that code is at hand. Raises
@@ -104,11 +106,6 @@ class Format(ABC):
     def tied(self, config: Config) -> Mapping[str, str]:
         """Names that stand for the tensor of another one where weights are tied, and that one's name."""
         return {}
-
-    def further_files(self, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-        """Names and JSON contents of the files that they have beside weights, `config.json` and tokenizer, which ``folder`` has;
-        each is written before the next is asked for."""
-        yield from ()
 
     def damage(self, folder: Path) -> str | None:
         """A sentence on a file in a folder of theirs that is not what a list of digests there says, if there is one."""

@@ -30,6 +30,8 @@ from loopscale.errors import CheckpointError
 from loopscale.model.norm import HEAD_EPS
 
 MODELING = "modeling_loopscale"
+FORMAT_VERSION = 1
+"""Of names and values in `config.json` and of names of tensors."""
 BY_NAME = {
     "hidden_size": "hidden_size", "ffn_size": "intermediate_size", "heads": "num_attention_heads", "head_dim": "head_dim",
     "kv_heads": "num_key_value_heads", "vocab_size": "vocab_size", "norm_eps": "rms_norm_eps", "prelude_layers": "prelude_layers",
@@ -82,6 +84,9 @@ class Hf(Format):
         return about.get("model_type") == "loopscale"
 
     def values(self, about: Mapping[str, Any]) -> Values:
+        if (version := about.get("format_version", 1)) != FORMAT_VERSION:
+            sentence = f"this version of loopscale reads {FORMAT_VERSION}: use a newer one"
+            raise CheckpointError(f"config.json: format_version is {version!r}; {sentence}")
         model = {ours: wanted(about, theirs, object) for ours, theirs in BY_NAME.items()}
         noisy, gated = model["state_init"] in NOISY, model["exit_gate"] != "none"
         if model["qk_norm"]:
@@ -103,6 +108,7 @@ class Hf(Format):
                 "AutoModelForCausalLM": f"{MODELING}.LoopscaleForCausalLM",
             },
             "model_type": "loopscale",
+            "format_version": FORMAT_VERSION,
             **{theirs: getattr(model, SETTLED.get(ours, ours)) for ours, theirs in BY_NAME.items()},
             "qk_norm_eps": HEAD_EPS,
             "depth": config.depth.evaluation_depth,
@@ -114,7 +120,7 @@ class Hf(Format):
         ours = Ours.of(config.model, config.corpus.sequence_length)
         return [ours.same(_theirs(weight.name, weight.kind), weight.name) for weight in ours.weights.values()]
 
-    def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:
+    def finish(self, folder: Path, config: Config, dtype: torch.dtype, run: Path | None, checkpoint: str) -> None:
         write_tokenizer_config(folder, config.corpus.sequence_length)
         shutil.copyfile(Path(__file__).with_name(f"{MODELING}.py"), folder / f"{MODELING}.py")
         parameters = sum(math.prod(w.shape) for w in Ours.of(config.model, config.corpus.sequence_length).weights.values())

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from loopscale.config import Config
@@ -126,7 +127,7 @@ class Llama(Format):
     def tied(self, config: Config) -> Mapping[str, str]:
         return {self.tensors["head"]: self.tensors["embed"]} if config.model.tied_head else {}
 
-    def finish(self, folder: Path, config: Config, run: Path | None, checkpoint: str) -> None:
+    def finish(self, folder: Path, config: Config, dtype: torch.dtype, run: Path | None, checkpoint: str) -> None:
         write_tokenizer_config(folder, config.corpus.sequence_length)
 
     def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor | None:

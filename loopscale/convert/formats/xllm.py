@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from loopscale.convert.formats.base import Format, Need, Values, count, must_be,
 from loopscale.convert.mapping import Ours, Rule
 from loopscale.convert.tensors import INDICES
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer
-from loopscale.durable import file_digest
+from loopscale.durable import file_digest, write_json
 from loopscale.errors import CheckpointError
 
 HALF_LOG_FIVE = 0.5 * math.log(5)
@@ -168,13 +168,13 @@ class Xllm(Format):
             "tokenizer": {"type": "huggingface", "path": "tokenizer"},
         }
 
-    def further_files(self, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    def finish(self, folder: Path, config: Config, dtype: torch.dtype, run: Path | None, checkpoint: str) -> None:
         """What the tokenizer is, as `transformers` reads it, and the list of all files with their digests."""
         words = folder / self.tokenizer
         tokenizer = load_tokenizer(words)
         special = {"eos_token": tokenizer.id_to_token(end_of_text(tokenizer, words))}
-        yield "tokenizer/tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-        yield "tokenizer/special_tokens_map.json", special
+        write_json(words.with_name("tokenizer_config.json"), {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+        write_json(words.with_name("special_tokens_map.json"), special)
         index = json.loads((folder / INDICES[0]).read_bytes())
         found = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
         manifest = {
@@ -195,7 +195,7 @@ class Xllm(Format):
             ],
         }
         compact = json.dumps(manifest, sort_keys=True, separators=(",", ":"))  # as the release's code takes the digest
-        yield MANIFEST, {**manifest, "manifest_sha256": hashlib.sha256(compact.encode()).hexdigest()}
+        write_json(folder / MANIFEST, {**manifest, "manifest_sha256": hashlib.sha256(compact.encode()).hexdigest()})
 
     def damage(self, folder: Path) -> str | None:
         if not (folder / MANIFEST).is_file():
