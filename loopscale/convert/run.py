@@ -31,7 +31,7 @@ from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
 from loopscale.convert.retrofit import Plan, injection, looped, looped_rules
-from loopscale.convert.tensors import Planned, Source, write_shards
+from loopscale.convert.tensors import Planned, Source
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
 from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
@@ -69,15 +69,15 @@ def export(
         told = _told(progress, sum(math.prod(rule.shape) for rule in rules) * dtype.itemsize)
         with _building(out, content_digest([manifest.dump(), name, str(dtype), shard_bytes])) as work:
             planned = [Planned(rule.theirs, rule.shape, _maker(rule, reader)) for rule in rules]
-            for written in write_shards(work, planned, dtype, shard_bytes, form.numbered):
+            for written in form.write(work, config, planned, dtype, shard_bytes):
                 told(written)
-            write_json(work / CONFIG, about)
+            form.write_about(work, about)
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
             for file, content in form.further_files(work, dtype):
                 write_json(work / file, content)
             form.finish(work, config, run_of(Path(where), source), source.name)
-            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work)
+            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, form.read_about(work))
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if theirs is None:
                 return compared(expected, found, dtype)
@@ -92,10 +92,12 @@ def import_(
     progress: Progress,
     *,
     tokenizer: Path | None = None,
+    config_file: Path | None = None,
     retrofit: Callable[[int], Plan] | None = None,
 ) -> Check:
     """Writes the model at ``place``, of the format ``name`` or of that which it is recognised as, as a checkpoint of ours, looped
     as ``retrofit`` plans for its number of layers: `loopscale.load(out)` gives it, and `train --init out` goes on from it.
+    ``config_file`` is its configuration, where the format has ours and none lies there.
 
     Raises :class:`UsageError` where ``out`` exists, no format or tokenizer is found, or ``retrofit`` does not fit the model; and
     :class:`CheckpointError` that lists tensors which are unknown, missing or of another shape, or names a value of the
@@ -103,10 +105,13 @@ def import_(
     """
     _refuse_existing(out)
     form = _recognised(place, name)
-    about, source = form.read_about(place), form.source(place)
+    if config_file is not None and form.configuration == CONFIG:
+        raise UsageError(f"--config names a configuration of ours, and a model of the format {form.name} brings its own")
+    about = form.read_about(config_file or place)
     if damaged := form.damage(place):
         raise CheckpointError(damaged)
-    config = _config_of(form, about, place)
+    config = _config_of(form, about, config_file or place / form.configuration)
+    source = form.source(place, config)
     rules, plan, made = form.rules(config, about), None, dict[str, Tensor]()
     _refuse_others(place, source, form, config, rules)
     if retrofit is not None:
@@ -129,8 +134,8 @@ def import_(
         store.save(_Work(work), snapshot, keep_parts=True)
         found = logits(config, _our_weights(PartReader(work)))
         if plan is None:
-            return compared(_their_logits(form, place), found, torch.float32)
-        expected = torch.cat([_their_logits(form, place, plan.stack(r)) for r in range(1, plan.compared + 1)])
+            return compared(_their_logits(form, place, about), found, torch.float32)
+        expected = torch.cat([_their_logits(form, place, about, plan.stack(r)) for r in range(1, plan.compared + 1)])
         return compared(expected, found[: len(expected)], torch.float32)
 
 
@@ -142,9 +147,9 @@ def config_of(checkpoint: Path) -> Config:
 # Reading theirs
 
 
-def _config_of(form: Format, about: Mapping[str, Any], folder: Path) -> Config:
+def _config_of(form: Format, about: Mapping[str, Any], told_by: Path) -> Config:
     """Ours; what a format does not tell has the defaults, and a batch that no one has trained with."""
-    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, f"{folder}/config.json").config
+    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, str(told_by)).config
 
 
 def _recognised(place: Path, name: str | None) -> Format:
@@ -159,14 +164,18 @@ def _recognised(place: Path, name: str | None) -> Format:
 
 def _refuse_others(folder: Path, source: Source, form: Format, config: Config, rules: Sequence[Rule]) -> None:
     """Every tensor of theirs is one of a rule, stands for one, or follows from the configuration; and none is missing."""
-    expected, tied = {rule.theirs: rule.shape for rule in rules}, form.tied(config)
+    expected, tied = {rule.theirs: rule for rule in rules}, form.tied(config)
     names = set(source.names)
     if unlike := form.unlike(config, names):
         raise CheckpointError(f"{folder} cannot be read: {unlike}")
     odd = [f"{n} is unknown" for n in sorted(names - expected.keys() - tied.keys() - set(form.buffers))]
     odd += [f"{n} is missing" for n in expected if n not in names]
     shapes = {n: source.shape(n) for n in expected if n in names}
-    odd += [f"{n} has shape {list(shape)}, must be {list(expected[n])}" for n, shape in shapes.items() if shape != expected[n]]
+    odd += [
+        f"{n} has shape {list(shape)}, must be {list(expected[n].shape)}"
+        for n, shape in shapes.items()
+        if not expected[n].fits(shape)
+    ]
     odd += [
         f"{n} differs from {of}, with which it is tied"
         for n, of in tied.items()
@@ -174,7 +183,7 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
     ]
     if odd:
         more = f"; and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
-        raise CheckpointError(f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}")
+        raise CheckpointError(f"{folder} does not hold what its {form.configuration} says: {'; '.join(odd[:LISTED])}{more}")
 
 
 def _tokenizer_of(form: Format, place: Path, given: Path | None, config: Config, scratch: Path) -> bytes:
@@ -223,11 +232,11 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(form: Format, place: Path, stack: Sequence[int] | None = None) -> Tensor:
+def _their_logits(form: Format, place: Path, about: Mapping[str, Any], stack: Sequence[int] | None = None) -> Tensor:
     """Logits of a model of theirs, by our model of what its configuration says; or of the plain model that has the layers
     ``stack`` of it, by number, one after the other."""
-    about, source = form.read_about(place), form.source(place)
-    config = _config_of(form, about, place)
+    config = _config_of(form, about, place / form.configuration)
+    source = form.source(place, config)
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 
     def theirs(name: str) -> str:
