@@ -27,7 +27,7 @@ from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
 from tests.convert import references
 from tests.convert.folders import exported, same, toy, weights_in
-from tests.convert.toys import LENGTH, VOCABULARY, config
+from tests.convert.toys import LENGTH, MODELS, VOCABULARY, config
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % VOCABULARY
 SENTENCE = (
@@ -60,7 +60,7 @@ def change(folder: Path, **values) -> None:
     (folder / "config.json").write_text(json.dumps({**about, **values}))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_bytes", [2**30, 30_000])
 def test_a_checkpoint_comes_back_to_the_bit(mesh, tmp_path, name, shard_bytes):
     there = exported(tmp_path, name, shard_bytes)
@@ -74,7 +74,7 @@ def test_a_checkpoint_comes_back_to_the_bit(mesh, tmp_path, name, shard_bytes):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ours", "theirs"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 def test_bf16_is_told_and_read(mesh, tmp_path, name):
     check = export(toy(tmp_path, name), name, tmp_path / "theirs", Silent(), dtype=torch.bfloat16)
     assert "from bfloat16" in str(check) and 0 < check.difference < 0.05 * check.largest
@@ -83,7 +83,7 @@ def test_bf16_is_told_and_read(mesh, tmp_path, name):
         torch.testing.assert_close(back, ours[weight], rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
 def test_rows_of_padding_are_theirs_alone_and_the_loss_is_the_same(mesh, tmp_path, name):
     there = exported(tmp_path, name)
     state, about = state_of(there), json.loads((there / "config.json").read_text())
@@ -230,7 +230,7 @@ def test_what_is_no_model_of_a_known_format_is_told(mesh, tmp_path):
     there = exported(tmp_path, "ouro")
     about = (there / "config.json").read_text()
     for content, error, sentence in (
-        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm; --from names one"),
+        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm, llama, gguf, megatron; --from names one"),
         ("[", CheckpointError, "config.json cannot be read"),
         ("[]", CheckpointError, "does not hold keys and values"),
         (None, UsageError, "has no config.json"),
