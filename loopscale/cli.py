@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--from", dest="of", choices=_READ, help="the format to read; default as its files tell")
     convert.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; default the one in FROM")
     convert.add_argument(
-        "--config", type=Path, metavar="FILE", help="with --from megatron: a config.yaml; default the one in FROM"
+        "--config", type=Path, metavar="FILE", help="with --from deepspeed or megatron: a config.yaml; default the one in FROM"
     )
     convert.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="with --to: of the written weights (fp32)")
     convert.add_argument("--shard-size", type=_gib, default=5, metavar="GIB", help="with --to: of a file of weights at most (5)")
@@ -223,7 +223,7 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 
 _WRITTEN = ("hf", "huginn", "ouro", "parcae", "xllm", "llama", "megatron")
-_READ = (*_WRITTEN, "gguf")
+_READ = (*_WRITTEN, "deepspeed", "gguf")
 _INJECTIONS = ("huginn_linear", "none", "add", "diagonal", "ortho")
 
 

@@ -95,3 +95,20 @@ def through_megatron(mesh: Mesh, theirs: Path, saved: Path, names: Sequence[str]
         save_by_megatron(stage, saved / name)
         found.append(parameters(stage))
     return found
+
+
+def save_by_deepspeed(mesh: Mesh, folder: Path, zero_stage: int, names: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Saves toys after a step; returns the parameters that each had."""
+    from loopscale.parallel.zero import _initialize
+
+    found = []
+    for name in names:
+        stage = filled(mesh, config(name))
+        adam = torch.optim.AdamW(stage.parameters(), lr=0.01)
+        engine = _initialize(stage, adam, zero_stage, None, False)
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        engine.step()
+        engine.save_checkpoint(str(folder / name))
+        found.append(parameters(stage))
+    return found
