@@ -309,7 +309,7 @@ def test_the_configuration_and_the_tokenizer_lie_beside_or_are_given(mesh, tmp_p
     with pytest.raises(ConfigError, match=r"theirs/config\.yaml: 1 problem"):
         taken(there, "again", tokenizer=ours / "tokenizer.json")
     export(ours, "huginn", tmp_path / "huginn", Silent())
-    with pytest.raises(UsageError, match=r"a folder of the format huginn has its own in config\.json"):
+    with pytest.raises(UsageError, match=r"a model of the format huginn brings its own"):
         taken(tmp_path / "huginn", "again", config_file=ours / "config.yaml")
 
 
