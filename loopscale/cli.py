@@ -162,12 +162,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "source",
         metavar="FROM",
-        help="with --to a run folder or a checkpoint; else a folder with config.json and weights, or a .gguf",
+        help="with --to a run folder or a checkpoint; else a folder with a model and its configuration, or a .gguf",
     )
     convert.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     convert.add_argument("--to", choices=_WRITTEN, help="the format to write")
-    convert.add_argument("--from", dest="of", choices=_READ, help="the format to read; default as its config.json tells")
+    convert.add_argument("--from", dest="of", choices=_READ, help="the format to read; default as its files tell")
     convert.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; default the one in FROM")
+    convert.add_argument(
+        "--config", type=Path, metavar="FILE", help="with --from deepspeed or megatron: a config.yaml; default the one in FROM"
+    )
     convert.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="with --to: of the written weights (fp32)")
     convert.add_argument("--shard-size", type=_gib, default=5, metavar="GIB", help="with --to: of a file of weights at most (5)")
     retrofit = convert.add_argument_group("a looped model of a plain one (llama, gguf)")
@@ -219,8 +222,8 @@ def _launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParse
         any_of.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where run folders are (runs)")
 
 
-_WRITTEN = ("hf", "huginn", "ouro", "parcae", "xllm", "llama")
-_READ = (*_WRITTEN, "gguf")
+_WRITTEN = ("hf", "huginn", "ouro", "parcae", "xllm", "llama", "megatron")
+_READ = (*_WRITTEN, "deepspeed", "gguf")
 _INJECTIONS = ("huginn_linear", "none", "add", "diagonal", "ortho")
 
 
@@ -538,11 +541,12 @@ def _convert(options: argparse.Namespace) -> int:
             elif options.depth is not None or options.inject is not None:
                 raise UsageError("--depth and --inject are of a model that is looped by --retrofit; give it, or leave them out")
             place = Path(options.source)
-            check = import_(place, options.of, options.out, progress, tokenizer=options.tokenizer, retrofit=looped)
-        elif any(getattr(options, name) is not None for name in ("of", "tokenizer", "retrofit", "depth", "inject")):
+            given = {"tokenizer": options.tokenizer, "config_file": options.config}
+            check = import_(place, options.of, options.out, progress, retrofit=looped, **given)
+        elif any(getattr(options, name) is not None for name in ("of", "tokenizer", "config", "retrofit", "depth", "inject")):
             raise UsageError(
-                "--to writes a checkpoint in another format, and --from, --tokenizer, --retrofit, --depth and --inject are of "
-                "one that is read; leave out --to or those"
+                "--to writes a checkpoint in another format, and --from, --tokenizer, --config, --retrofit, --depth and "
+                "--inject are of one that is read; leave out --to or those"
             )
         else:
             import torch

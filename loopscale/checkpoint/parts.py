@@ -157,20 +157,20 @@ def read_index(checkpoint: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{damaged}: {box.file} is too small for the boxes in it")
         if (found := sum(math.prod(b.sizes) for b in tensor.boxes)) != tensor.elements:
             raise CheckpointError(f"{damaged}: boxes of {name} have {found} of {tensor.elements} elements")
-        if not _tile(tensor):
+        if not tile(tensor.shape, [(box.offsets, box.sizes) for box in tensor.boxes]):
             raise CheckpointError(f"{damaged}: boxes of {name} overlap")
     return index
 
 
-def _tile(tensor: StoredTensor) -> bool:
-    """Whether boxes that lie within a tensor and have as many elements as it has each element once.
+def tile(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes, offsets and sizes, that lie within a tensor and have as many elements as it has each element once.
 
     They do when every corner of a box is a corner of another one too, or of the tensor, an even number in all: only then is
     the number of boxes odd that an element is in, so it is in one at least, and there are no elements left for a second.
     """
     odd = set[tuple[int, ...]]()
-    whole = [(0, n) for n in tensor.shape]
-    for spans in (whole, *([(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True)] for b in tensor.boxes)):
+    whole = [(0, n) for n in shape]
+    for spans in (whole, *([(o, o + n) for o, n in zip(offsets, sizes, strict=True)] for offsets, sizes in boxes)):
         odd.symmetric_difference_update(itertools.product(*spans))
     return not odd
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loopscale.config.tree import ModelConfig
 from loopscale.model.parameters import Weight
-from loopscale.model.weights import holders
+from loopscale.model.weights import Holder, holders, padded_rows
 
 Turn = Literal["pairs", "halves"]
 """Which channels of a head rotary positions turn together: neighbours, or one of each half."""
@@ -62,15 +62,26 @@ class Rule:
     """What theirs is of ours: a power of two."""
     padded: int = 0
     """Rows of theirs, where zeros follow behind ours."""
+    groups: int = 1
+    """Of the rows of each part: those of the first group of every part lie before those of the second."""
+    spare: bool = False
+    """Whether theirs may be read with more or fewer rows of padding than are written."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor of theirs."""
         return self.view or (self.padded or sum(p.rows for p in self.parts), *self.parts[0].weight.shape[1:])
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of theirs of this shape can be read."""
+        enough = self.spare and shape[:1] >= (sum(p.rows for p in self.parts),)
+        return shape == self.shape or (enough and shape[1:] == self.shape[1:])
+
     def out(self, ours: Sequence[Tensor]) -> Tensor:
         """Theirs of ours, which are given in the order of the parts."""
         rows = [part.out(tensor) for part, tensor in zip(self.parts, ours, strict=True)]
+        if self.groups > 1:
+            rows = [torch.cat([r.unflatten(0, (self.groups, -1)) for r in rows], dim=1).flatten(0, 1)]
         missing = self.padded - sum(len(r) for r in rows) if self.padded else 0
         rows += [rows[0].new_zeros(missing, *rows[0].shape[1:])] if missing else []
         whole = torch.cat(rows) if len(rows) > 1 else rows[0]
@@ -83,6 +94,9 @@ class Rule:
         rows = theirs.reshape(-1, *self.parts[0].weight.shape[1:])[: sum(sizes)]
         rows = rows - self.added if self.added else rows
         rows = rows / self.times if self.times != 1 else rows
+        if self.groups > 1:
+            split = rows.unflatten(0, (self.groups, -1)).split([size // self.groups for size in sizes], dim=1)
+            return [part.back(own.flatten(0, 1)) for part, own in zip(self.parts, split, strict=True)]
         return [part.back(own) for part, own in zip(self.parts, rows.split(sizes), strict=True)]
 
 
@@ -115,6 +129,13 @@ class Ours:
         head = 0 if own == turn else self.model.head_width
         parts = (Part(self.weights[name], 0 if name.endswith(".v") else head, turn) for name in ours)
         return Rule(theirs, tuple(parts), view)
+
+    def held(self, holder: Holder) -> Rule:
+        """A parameter of our stage as a single rank has it. Several have other padding."""
+        parts = tuple(Part(weight) for weight in holder.weights)
+        padded = padded_rows(self.model.vocabulary, 1) if holder.padded else 0
+        groups = holder.groups if holder.fused == "qkv" else 1
+        return Rule(holder.parameter, parts, padded=padded, groups=groups, spare=holder.padded)
 
     def layers(self) -> Iterator[str]:
         """Names of the layers in their order over all parts: "prelude.0", …"""

@@ -31,7 +31,7 @@ from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
 from loopscale.convert.retrofit import Plan, injection, looped, looped_rules, refuse_looped
-from loopscale.convert.tensors import Planned, Source, write_shards
+from loopscale.convert.tensors import Planned, Source
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
 from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
@@ -69,13 +69,13 @@ def export(
         told = _told(progress, sum(math.prod(rule.shape) for rule in rules) * dtype.itemsize)
         with _building(out, content_digest([manifest.dump(), name, str(dtype), shard_bytes])) as work:
             planned = [Planned(rule.theirs, rule.shape, _maker(rule, reader)) for rule in rules]
-            for written in write_shards(work, planned, dtype, shard_bytes, form.numbered):
+            for written in form.write(work, config, planned, dtype, shard_bytes):
                 told(written)
-            write_json(work / CONFIG, about)
+            form.write_about(work, about)
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
             form.finish(work, config, dtype, run_of(Path(where), source), source.name)
-            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, config)
+            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, form.read_about(work), config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if theirs is None:
                 return compared(expected, found, dtype)
@@ -90,10 +90,12 @@ def import_(
     progress: Progress,
     *,
     tokenizer: Path | None = None,
+    config_file: Path | None = None,
     retrofit: Callable[[int], Plan] | None = None,
 ) -> Check:
     """Writes the model at ``place``, of the format ``name`` or of that which it is recognised as, as a checkpoint of ours, looped
     as ``retrofit`` plans for its number of layers: `loopscale.load(out)` gives it, and `train --init out` goes on from it.
+    ``config_file`` is its configuration, where the format has ours and none lies there.
 
     Raises :class:`UsageError` where ``out`` exists, no format or tokenizer is found, or ``retrofit`` does not fit the model; and
     :class:`CheckpointError` that lists tensors which are unknown, missing or of another shape, or names a value of the
@@ -101,10 +103,13 @@ def import_(
     """
     _refuse_existing(out)
     form = _recognised(place, name)
-    about, source = form.read_about(place), form.source(place)
+    if config_file is not None and form.configuration == CONFIG:
+        raise UsageError(f"--config names a configuration of ours, and a model of the format {form.name} brings its own")
+    about = form.read_about(config_file or place)
     if damaged := form.damage(place):
         raise CheckpointError(damaged)
-    config = _config_of(form, about, place)
+    config = _config_of(form, about, config_file or place / form.configuration)
+    source = form.source(place, config)
     rules, plan, made = form.rules(config, about), None, dict[str, Tensor]()
     _refuse_others(place, source, form, config, rules)
     if retrofit is not None:
@@ -127,7 +132,7 @@ def import_(
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
         stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
-        expected = torch.cat([_their_logits(form, place, config, stack) for stack in stacks])
+        expected = torch.cat([_their_logits(form, place, about, config, stack) for stack in stacks])
         found = logits(config, _our_weights(PartReader(work)))
         return compared(expected, found[: len(expected)], torch.float32)
 
@@ -136,9 +141,9 @@ def import_(
 # Reading theirs
 
 
-def _config_of(form: Format, about: Mapping[str, Any], folder: Path) -> Config:
+def _config_of(form: Format, about: Mapping[str, Any], told_by: Path) -> Config:
     """Ours; what a format does not tell has the defaults, and a batch that no one has trained with."""
-    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, f"{folder}/config.json").config
+    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, str(told_by)).config
 
 
 def _recognised(place: Path, name: str | None) -> Format:
@@ -153,14 +158,18 @@ def _recognised(place: Path, name: str | None) -> Format:
 
 def _refuse_others(folder: Path, source: Source, form: Format, config: Config, rules: Sequence[Rule]) -> None:
     """Every tensor of theirs is one of a rule, stands for one, or follows from the configuration; and none is missing."""
-    expected, tied = {rule.theirs: rule.shape for rule in rules}, form.tied(config)
+    expected, tied = {rule.theirs: rule for rule in rules}, form.tied(config)
     names = set(source.names)
     if unlike := form.unlike(config, names):
         raise CheckpointError(f"{folder} cannot be read: {unlike}")
     odd = [f"{n} is unknown" for n in sorted(names - expected.keys() - tied.keys() - set(form.buffers))]
     odd += [f"{n} is missing" for n in expected if n not in names]
     shapes = {n: source.shape(n) for n in expected if n in names}
-    odd += [f"{n} has shape {list(shape)}, must be {list(expected[n])}" for n, shape in shapes.items() if shape != expected[n]]
+    odd += [
+        f"{n} has shape {list(shape)}, must be {list(expected[n].shape)}"
+        for n, shape in shapes.items()
+        if not expected[n].fits(shape)
+    ]
     odd += [
         f"{n} differs from {of}, with which it is tied"
         for n, of in tied.items()
@@ -169,7 +178,8 @@ def _refuse_others(folder: Path, source: Source, form: Format, config: Config, r
     if odd:
         more = f"; and {len(odd) - LISTED} more" if len(odd) > LISTED else ""
         raise CheckpointError(
-            f"{folder} does not hold what its config.json says: {'; '.join(odd[:LISTED])}{more}; correct the one or the other"
+            f"{folder} does not hold what its {form.configuration} says: {'; '.join(odd[:LISTED])}{more}; "
+            f"correct the one or the other"
         )
 
 
@@ -219,12 +229,15 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(form: Format, place: Path, like: Config, stack: Sequence[int] | None = None) -> Tensor:
+def _their_logits(
+    form: Format, place: Path, about: Mapping[str, Any], like: Config, stack: Sequence[int] | None = None
+) -> Tensor:
     """Logits of a model of theirs, by our model of what its configuration says, or of the plain model that has the layers
     ``stack`` of it, by number, one after the other; of the tokens and the noise that ``like`` has, for most formats tell neither
     a sequence length nor a seed."""
-    about, source = form.read_about(place), form.source(place)
-    config = _config_of(form, about, place).model_copy(update={"corpus": like.corpus, "run": like.run})
+    config = _config_of(form, about, place / form.configuration)
+    config = config.model_copy(update={"corpus": like.corpus, "run": like.run})
+    source = form.source(place, config)
     made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
 
     def theirs(name: str) -> str:

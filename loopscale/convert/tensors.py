@@ -120,8 +120,7 @@ class Shards:
                 return safe_open(path, "pt")
             held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{path} cannot be read: {reason}") from None
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
         if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
             raise CheckpointError(f"{path} does not hold tensors by name")
         return held
@@ -131,6 +130,12 @@ class Shards:
             return read()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder / self._where[name]} cannot be read at {name}: {error}") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file of theirs cannot be read, in a line."""
+    told = str(error).splitlines()[:1] if isinstance(error, OSError | ValueError | RuntimeError | pickle.UnpicklingError) else []
+    return told[0] if told else repr(error)
 
 
 @dataclass(frozen=True)
@@ -151,23 +156,24 @@ def write_shards(
     One tensor is in memory at a time. A shard appears when it is whole; those that are there already are kept, so a call that
     was killed is made again.
     """
-    shards = list(_shards(tensors, dtype.itemsize, shard_bytes))
+    planned = list(shards(tensors, dtype.itemsize, shard_bytes))
     places = {}
-    for number, shard in enumerate(shards, 1):
-        single = len(shards) == 1 and not numbered
-        file = SINGLE[0] if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number, shard in enumerate(planned, 1):
+        single = len(planned) == 1 and not numbered
+        file = SINGLE[0] if single else f"model-{number:05d}-of-{len(planned):05d}.safetensors"
         places.update(dict.fromkeys((t.name for t in shard), file))
         if not (folder / file).exists():
             with replacing(folder / file) as out:
                 yield from _write_shard(out, shard, dtype)
         else:
             yield sum(math.prod(t.shape) for t in shard) * dtype.itemsize
-    if len(shards) > 1 or numbered:
+    if len(planned) > 1 or numbered:
         total = sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
         write_json(folder / INDICES[0], {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _shards(tensors: Sequence[Planned], itemsize: int, most: int) -> Iterator[list[Planned]]:
+def shards(tensors: Sequence[Planned], itemsize: int, most: int) -> Iterator[list[Planned]]:
+    """Tensors of ``itemsize`` bytes an element in order, as many in a shard as ``most`` bytes hold."""
     shard, held = list[Planned](), 0
     for tensor in tensors:
         size = math.prod(tensor.shape) * itemsize

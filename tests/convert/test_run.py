@@ -236,7 +236,11 @@ def test_what_is_no_model_of_a_known_format_is_told(mesh, tmp_path):
     there = exported(tmp_path, "ouro")
     about = (there / "config.json").read_text()
     for content, error, sentence in (
-        ("{}", UsageError, "is of none of the formats hf, huginn, ouro, parcae, xllm, llama, gguf; --from names one"),
+        (
+            "{}",
+            UsageError,
+            "is of none of the formats hf, huginn, ouro, parcae, xllm, llama, gguf, megatron, deepspeed; --from names one",
+        ),
         ("[", CheckpointError, "config.json cannot be read"),
         ("[]", CheckpointError, "does not hold keys and values"),
         (None, UsageError, "has no config.json"),

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,8 @@ from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import read_small
 from loopscale.config import Config
 from loopscale.convert.mapping import Rule
-from loopscale.convert.tensors import Shards, Source
+from loopscale.convert.tensors import Planned, Shards, Source, write_shards
+from loopscale.durable import write_json
 from loopscale.errors import CheckpointError, UsageError
 
 CONFIG = "config.json"
@@ -41,6 +42,8 @@ class Format(ABC):
     name: ClassVar[str]
     written: ClassVar[bool] = True
     """Whether models of ours are written in it, and not read only."""
+    configuration: ClassVar[str] = CONFIG
+    """The file that tells of the model."""
     needs: ClassVar[Sequence[Need]]
     """What the format's own code does and cannot be asked to do otherwise."""
     buffers: ClassVar[Sequence[str]] = ()
@@ -71,14 +74,25 @@ class Format(ABC):
             raise CheckpointError(f"{place / CONFIG} does not hold keys and values")
         return about
 
-    def source(self, place: Path) -> Source:
-        """The tensors that lie at ``place``."""
+    def write_about(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Writes what :meth:`read_about` reads."""
+        write_json(folder / CONFIG, about)
+
+    def source(self, place: Path, config: Config) -> Source:
+        """The tensors that lie at ``place``, of the model that ``config`` tells."""
         return Shards(place)
 
     def tokenizer_file(self, place: Path, scratch: Path) -> Path:
         """The `tokenizer.json` that lies at ``place``, or one that was made of what does, in ``scratch``; it may be missing."""
         own = place / self.tokenizer
         return own if own.is_file() else place / "tokenizer.json"
+
+    def write(
+        self, folder: Path, config: Config, tensors: Sequence[Planned], dtype: torch.dtype, shard_bytes: int
+    ) -> Iterator[int]:
+        """Writes what :meth:`source` reads, in files of at most ``shard_bytes``, larger tensors aside; yields bytes written.
+        Files that are there already are whole, and stay."""
+        yield from write_shards(folder, tensors, dtype, shard_bytes, self.numbered)
 
     @abstractmethod
     def values(self, about: Mapping[str, Any]) -> Values:

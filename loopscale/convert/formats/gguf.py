@@ -68,7 +68,7 @@ class Gguf(Llama):
         about["tie_word_embeddings"] = TENSORS["head"] not in file.names
         return {"model_type": "llama", **{key: value for key, value in about.items() if value is not None}}
 
-    def source(self, place: Path) -> Source:
+    def source(self, place: Path, config: Config) -> Source:
         return _File(place)
 
     def tokenizer_file(self, place: Path, scratch: Path) -> Path:
