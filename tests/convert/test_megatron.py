@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from loopscale.cli import main
 from loopscale.config.tree import ParallelConfig
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.megatron import Boxes, sharded_state_dict
-from loopscale.convert.formats.stage import passed_over
+from loopscale.convert.formats.stage import extra_states, passed_over
 from loopscale.convert.run import export, import_
 from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, ConfigError, UsageError
@@ -159,11 +160,17 @@ def test_rows_lie_by_group_and_the_gate_above_up(mesh, tmp_path):
 @pytest.mark.parametrize("rows", [VOCABULARY, 192])
 def test_padding_of_any_length_is_stripped(mesh, tmp_path, rows):
     """Three ranks pad 101 rows to 192."""
-    there = exported(tmp_path, "huginn")
+    there, of = exported(tmp_path, "ouro"), config("ouro")
     state = state_of(there)
-    state["embedding.weight"] = F.pad(state["embedding.weight"][:VOCABULARY], (0, 0, 0, rows - VOCABULARY), value=7.0)
-    rewrite(there, state)
+    for name in ("embedding.weight", "head.weight"):
+        state[name] = F.pad(state[name][:VOCABULARY], (0, 0, 0, rows - VOCABULARY), value=7.0)
+    rewrite(there, state, extra_states(of.model))
     assert same(taken(there), weights_in(tmp_path / "ours" / "step-3"))
+    stage = built(mesh, of)
+    load_by_megatron(stage, there)
+    found = parameters(stage)
+    for name, values in expected(of, found, 0, 1).items():
+        assert torch.equal(found[name][:VOCABULARY], values[:VOCABULARY])
 
 
 def test_bf16_is_written_and_read(mesh, tmp_path):
@@ -244,21 +251,21 @@ def test_metadata_that_are_damaged_are_one_sentence(mesh, tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda box, place: place.__dict__.update(relative_path="../theirs/__0_1.distcp"), "is no file beside it"),
-        (lambda box, place: place.__dict__.update(transform_descriptors=["stream.zstd"]), "is compressed"),
-        (lambda box, place: place.__dict__.update(offset=-5), "a box of head.weight cannot be"),
-        (lambda box, place: box.__dict__.update(sizes=torch.Size([1, 48])), "the boxes of head.weight are not all of it"),
-        (lambda box, place: box.__dict__.update(sizes=torch.Size([129, 48])), "a box of head.weight lies outside of it"),
+        (lambda stored, place: place.__dict__.update(relative_path="../theirs/__0_1.distcp"), "is no file beside it"),
+        (lambda stored, place: place.__dict__.update(transform_descriptors=["stream.zstd"]), "is compressed"),
+        (lambda stored, place: place.__dict__.update(offset=-5), "a box of head.weight cannot be"),
+        (lambda stored, place: stored.chunks[0].__dict__.update(sizes=torch.Size([1, 48])), "head.weight are not all of it"),
+        (lambda stored, place: stored.chunks[0].__dict__.update(sizes=torch.Size([129, 48])), "head.weight lies outside of it"),
+        (lambda stored, place: stored.__dict__.update(chunks=[replace(stored.chunks[0], sizes=torch.Size([64, 48]))] * 2),
+         "head.weight are not all of it"),
     ],
-    ids=["path", "compressed", "offset", "sizes", "outside"],
-)
+    ids=["path", "compressed", "offset", "sizes", "outside", "twice"],
+)  # fmt: skip
 def test_boxes_that_cannot_be_are_refused(mesh, tmp_path, change, sentence):
     there = exported(tmp_path, "ouro")
     metadata = pickle.loads((there / ".metadata").read_bytes())
-    change(
-        metadata.state_dict_metadata["head.weight"].chunks[0],
-        next(place for index, place in metadata.storage_data.items() if index.fqn == "head.weight"),
-    )
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "head.weight")
+    change(metadata.state_dict_metadata["head.weight"], place)
     (there / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: .*{sentence}"):
         taken(there)
