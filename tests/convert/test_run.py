@@ -13,6 +13,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from loopscale.convert import compare
 from loopscale.convert.compare import compared
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.run import export, import_
+from loopscale.convert.tensors import Shards
 from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.stage import LoopedStage
@@ -147,6 +149,24 @@ def test_a_pickle_that_would_do_something_is_refused_and_does_nothing(mesh, tmp_
     assert not made.exists()
     pickle.loads((there / file).read_bytes())
     assert made.exists()  # it would have
+
+
+def test_a_pickle_with_other_bytes_is_one_sentence(tmp_path):
+    file, random = tmp_path / "pytorch_model.bin", Random(0)
+    torch.save({f"layers.{i}": torch.full((4, 4), float(i)) for i in range(4)}, file)
+    content, refused = file.read_bytes(), 0
+    names = content.index(b"data.pkl")
+    for _ in range(300):
+        changed = bytearray(content)
+        changed[random.randrange(names, names + 800)] = random.randrange(256)
+        file.write_bytes(changed)
+        try:
+            source = Shards(tmp_path)
+            assert all(source.read(name).dtype for name in source.names)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error).startswith(str(file))
+    assert refused > 100
 
 
 def test_tensors_that_are_unknown_missing_or_of_another_shape_are_listed(mesh, tmp_path):
@@ -378,6 +398,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from loopscale.checkpoint import parts
+from loopscale.convert.tensors import Shards
 from loopscale.corpus.progress import Silent
 from loopscale.convert.run import export, import_
 
@@ -437,6 +458,7 @@ import json, sys
 from pathlib import Path
 import torch
 from loopscale.convert.run import export, import_
+from loopscale.convert.tensors import Shards
 from loopscale.corpus.progress import Silent
 from loopscale.diagnostics.memory import PeakMemory
 torch.set_num_threads(1)

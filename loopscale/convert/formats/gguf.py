@@ -18,7 +18,7 @@ from torch import Tensor
 from loopscale.config import Config
 from loopscale.convert.formats.llama import Llama
 from loopscale.convert.mapping import Turn
-from loopscale.convert.tensors import Source
+from loopscale.convert.tensors import Source, reason
 from loopscale.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class _File:
             raise UsageError("GGUF files are read by the package gguf, which is not installed; pip install gguf") from None
         try:
             return GGUFReader(self._path)
-        except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{self._path} cannot be read as GGUF: {error}") from None
+        except Exception as error:  # a changed byte leads it to any of them
+            raise CheckpointError(f"{self._path} cannot be read as GGUF: {reason(error)}") from None
 
     @cached_property
     def _tensors(self) -> dict[str, ReaderTensor]:
@@ -108,8 +108,8 @@ class _File:
             return None
         try:
             value = field.contents()
-        except (ValueError, IndexError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self._path}: {key} cannot be read: {error}") from None
+        except Exception as error:
+            raise CheckpointError(f"{self._path}: {key} cannot be read: {reason(error)}") from None
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     @property
@@ -153,10 +153,12 @@ def _tokenizer(file: _File) -> str:
             f"the file's tokenizer is of the kind {kind!r} with {cut!r}, of which none is made here (only 'gpt2' with "
             f"{' or '.join(map(repr, before))}); --tokenizer names its tokenizer.json"
         )
-    tokens, merges = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.merges")
-    types = file.value("tokenizer.ggml.token_type") or []
+    tokens, merges, types = (file.value(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "merges", "token_type"))
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    try:
+        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    except Exception as error:  # the library's own has no other type
+        raise CheckpointError(f"the file's tokenizer cannot be read: {error}; --tokenizer names its tokenizer.json") from None
     tokenizer.pre_tokenizer, tokenizer.decoder = before[cut](), decoders.ByteLevel()
     for token, type_ in zip(tokens, types, strict=False):
         if type_ in (CONTROL, USER_DEFINED):

@@ -164,6 +164,11 @@ def by_transformers(folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tens
             [sys.executable, "-I", "-c", ALONE, str(folder.resolve()), str(probe), str(found), str(torch.get_num_threads())],
             cwd=place, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
+        if done.returncode < 0:
+            raise CheckpointError(
+                f"transformers was ended by signal {-done.returncode} as it read what was written, as where memory is short: it "
+                f"takes as much as the weights do"
+            )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckpointError(f"transformers does not load what was written: {last}")

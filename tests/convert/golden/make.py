@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **NARROW, "hidden_size": 32, "prelude_layers": 0, "coda_layers": 0, "state_std": (2 / 160) ** 0.5,
     },
     "xllm": {**NARROW, "head_dim": 4, "core_layers": 1},
+    "llama": {**NARROW, "core_layers": 2},
 }  # fmt: skip
 """What the toys' designs are here; a value embedding's gate reads 32 channels."""
 DTYPES = {"parcae": torch.bfloat16}
