@@ -322,10 +322,13 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         ("no exit gate; use exit_kl", {"exit_probability": 0.5}),
         ("the cache is of kv='visit' and depth=3", {"past_key_values": memory, "depth": 4}),
         ("the cache is of kv='visit' and depth=3", {"past_key_values": memory, "kv": "terminal"}),
+        ("kv='terminal' says what later calls read of a cache; it needs use_cache=True", {"kv": "terminal", "use_cache": False}),
         (r"attention_mask must be \[batch, 12\], not \[2, 3\]", {"attention_mask": torch.ones(2, 3)}),
     ):
         with pytest.raises(ValueError, match=match):
             theirs(TOKENS, **given)
+    with pytest.raises(ValueError, match="not one that this model gave back; leave out cache_implementation"):
+        theirs.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="it cannot take inputs_embeds"):
         theirs(inputs_embeds=torch.zeros(1, 2, 48))
 

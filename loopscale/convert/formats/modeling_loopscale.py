@@ -422,8 +422,8 @@ class LoopscaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         ``samples`` int64 [B] key the noise of the initial state, if it has any: 0, 1, … by default, so that what a row gives
         depends on its place in the batch. ``labels`` [B, S] are the tokens themselves, -100 where they do not count.
 
-        Raises ValueError for a depth below 1, embeddings in place of tokens, an exit by a gate that the model does not have, or a
-        cache or mask of another form.
+        Raises ValueError for a depth below 1, embeddings in place of tokens, an exit by a gate that the model does not have, a
+        cache or mask of another form, or terminal keys and values without a cache.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("the model reads input_ids; it cannot take inputs_embeds")
@@ -434,6 +434,8 @@ class LoopscaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             raise ValueError("the model has no exit gate; use exit_kl in place of exit_probability")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         memory = self._memory(past, kv, depth) if use_cache or past is not None else None
+        if kv == "terminal" and memory is None:
+            raise ValueError("kv='terminal' says what later calls read of a cache; it needs use_cache=True")
         begun, length = 0 if memory is None else memory.get_seq_length(), input_ids.shape[1]
         attended = self._attended(attention_mask, begun + length)
         if position_ids is not None:
@@ -549,8 +551,10 @@ class LoopscaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     @staticmethod
     def _memory(given: DynamicCache | None, kv: Kv | None, depth: int) -> LoopedCache:
         if not isinstance(given, LoopedCache):  # `generate` begins with an empty one of its own
-            if given is not None and given.get_seq_length():
-                raise ValueError("the cache is not one that this model gave back")
+            if given is not None and (not isinstance(given, DynamicCache) or given.get_seq_length()):
+                raise ValueError(
+                    "the cache is not one that this model gave back; leave out cache_implementation"
+                )
             return LoopedCache(kv or "visit", depth)
         if kv not in (None, given.kv) or (given.kv == "visit" and given.depth != depth):
             raise ValueError(f"the cache is of kv={given.kv!r} and depth={given.depth}; go on with those, or without it")
