@@ -27,6 +27,8 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin", "model.pt")
 HELD = 2**25
 """Bytes that are read of a file before it is opened anew."""
+TELLING = (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+"""Errors that say what is wrong in their first line."""
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -134,7 +136,7 @@ class Shards:
 
 def reason(error: Exception) -> str:
     """Why a file of theirs cannot be read, in a line."""
-    told = str(error).splitlines()[:1] if isinstance(error, OSError | ValueError | RuntimeError | pickle.UnpicklingError) else []
+    told = str(error).splitlines()[:1] if isinstance(error, TELLING) else []
     return told[0] if told else repr(error)
 
 

@@ -4,8 +4,6 @@ sentence."""
 from __future__ import annotations
 
 import io
-import json
-import os
 import pickle
 import re
 import shutil
@@ -349,38 +347,3 @@ def test_a_killed_call_is_made_again_and_keeps_what_is_whole(mesh, tmp_path):
     stage, of = built(mesh, config("huginn")), config("huginn")
     load_by_megatron(stage, out)
     assert same(parameters(stage), expected(of, parameters(stage), 0, 1))
-
-
-MEMORY = """
-import json, sys
-from pathlib import Path
-import torch
-from loopscale.convert.run import export, import_
-from loopscale.corpus.progress import Silent
-from loopscale.diagnostics.memory import PeakMemory
-torch.set_num_threads(1)
-small, large, out = map(Path, sys.argv[1:])
-export(small, "megatron", out / "a", Silent())  # libraries and buffers
-import_(out / "a", None, out / "b", Silent())
-memory = PeakMemory(torch.device("cpu"))
-export(large, "megatron", out / "c", Silent())
-peaks = [memory.read()]
-memory.begin()
-import_(out / "c", None, out / "d", Silent())
-print(json.dumps([*peaks, memory.read()]))
-"""
-
-
-@pytest.mark.ranks
-def test_memory_is_that_of_a_layer_and_not_of_the_model(mesh, tmp_path):
-    """A model of 200 MB in 12 layers of 16 MB, in a process of its own."""
-    changes = {"hidden_size": 512, "heads": 4, "kv_heads": None, "ffn_size": 2048, "core_layers": 12}
-    small, large = toy(tmp_path / "small", "ouro"), toy(tmp_path / "large", "ouro", **changes)
-    (tmp_path / "out").mkdir()
-    command = [sys.executable, "-W", "ignore", "-c", MEMORY, str(small), str(large), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
-    assert done.returncode == 0, done.stderr
-    size = sum(4 * t.numel() for t in weights_in(large).values())
-    assert size > 2e8
-    for peak in json.loads(done.stdout.splitlines()[-1]):
-        assert peak < size / 2, peak / size

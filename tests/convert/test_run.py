@@ -458,15 +458,14 @@ import json, sys
 from pathlib import Path
 import torch
 from loopscale.convert.run import export, import_
-from loopscale.convert.tensors import Shards
 from loopscale.corpus.progress import Silent
 from loopscale.diagnostics.memory import PeakMemory
 torch.set_num_threads(1)
-small, large, out = map(Path, sys.argv[1:])
-export(small, "ouro", out / "a", Silent())  # libraries and buffers
+small, large, out = map(Path, sys.argv[2:])
+export(small, sys.argv[1], out / "a", Silent())  # libraries and buffers
 import_(out / "a", None, out / "b", Silent())
 memory = PeakMemory(torch.device("cpu"))
-export(large, "ouro", out / "c", Silent())
+export(large, sys.argv[1], out / "c", Silent())
 peaks = [memory.read()]
 memory.begin()
 import_(out / "c", None, out / "d", Silent())
@@ -475,12 +474,13 @@ print(json.dumps([*peaks, memory.read()]))
 
 
 @pytest.mark.ranks
-def test_memory_is_that_of_a_layer_and_not_of_the_model(mesh, tmp_path):
+@pytest.mark.parametrize("name", ["ouro", "megatron"])
+def test_memory_is_that_of_a_layer_and_not_of_the_model(mesh, tmp_path, name):
     """A model of 200 MB in 12 layers of 16 MB, in a process of its own."""
     changes = {"hidden_size": 512, "heads": 4, "kv_heads": None, "ffn_size": 2048, "core_layers": 12}
     small, large = toy(tmp_path / "small", "ouro"), toy(tmp_path / "large", "ouro", **changes)
     (tmp_path / "out").mkdir()
-    command = [sys.executable, "-W", "ignore", "-c", MEMORY, str(small), str(large), str(tmp_path / "out")]
+    command = [sys.executable, "-W", "ignore", "-c", MEMORY, name, str(small), str(large), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
     assert done.returncode == 0, done.stderr
     size = sum(4 * t.numel() for t in weights_in(large).values())

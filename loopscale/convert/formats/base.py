@@ -177,3 +177,35 @@ def must_be(about: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """Raises :class:`CheckpointError` where a value is there and is none that our model can have."""
     if key in about and about[key] not in allowed:
         raise CheckpointError(f"config.json: {key} is {about[key]!r}; only {' or '.join(map(repr, allowed))} can be read")
+
+
+TRANSFORMERS = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "ffn_size": "intermediate_size",
+}  # fmt: skip
+"""Counts of `model` and what transformers' own models call them."""
+
+
+def values_of_transformers(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `model` that a `config.json` of transformers' own models tells; raises as :func:`wanted`."""
+    return {
+        **{ours: count(about, theirs) for ours, theirs in TRANSFORMERS.items()},
+        "head_dim": None if about.get("head_dim") is None else count(about, "head_dim"),
+        "tied_head": wanted(about, "tie_word_embeddings", bool),
+        "norm_eps": number(about, "rms_norm_eps"),
+    }
+
+
+def as_transformers_has_it(config: Config) -> dict[str, Any]:
+    """The other way, with positions."""
+    model = config.model
+    settled = {"vocab_size": model.vocabulary, "kv_heads": model.key_value_heads}
+    return {
+        **{theirs: settled.get(ours) or getattr(model, ours) for ours, theirs in TRANSFORMERS.items()},
+        "head_dim": model.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.corpus.sequence_length,
+        "rope_theta": model.rope_base,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_head,
+    }

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from loopscale.config import Config
-from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
+from loopscale.convert.formats.base import (
+    Format,
+    Need,
+    Values,
+    as_transformers_has_it,
+    count,
+    must_be,
+    number,
+    values_of_transformers,
+)
 from loopscale.convert.formats.hf import by_transformers, write_tokenizer_config
 from loopscale.convert.mapping import Ours, Rule, Turn
 
@@ -71,20 +80,13 @@ class Llama(Format):
             ("attention_bias", False), ("mlp_bias", False), ("sliding_window", None), ("rope_interleaved", False),
         ):  # fmt: skip
             must_be(about, key, *allowed)
-        heads = count(about, "num_attention_heads")
+        groups = {"num_key_value_heads": about.get("num_attention_heads")}  # where the file does not tell
         return {
             "model": {
                 **DENSE,
-                "vocab_size": count(about, "vocab_size"),
-                "hidden_size": count(about, "hidden_size"),
-                "heads": heads,
-                "kv_heads": count({"num_key_value_heads": heads, **about}, "num_key_value_heads"),
-                "head_dim": None if about.get("head_dim") is None else count(about, "head_dim"),
-                "ffn_size": count(about, "intermediate_size"),
+                **values_of_transformers({**groups, **about}),
                 "core_layers": count(about, "num_hidden_layers"),
-                "tied_head": wanted(about, "tie_word_embeddings", bool),
                 "rope_base": _rope_base(about),
-                "norm_eps": number(about, "rms_norm_eps"),
             },
             "depth": {"prior": "fixed", "mean": 1, "backprop": None},
             "corpus": {"sequence_length": count(about, "max_position_embeddings")},
@@ -95,20 +97,10 @@ class Llama(Format):
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": model.vocabulary,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_size,
+            **as_transformers_has_it(config),
             "num_hidden_layers": model.prelude_layers + model.core_layers + model.coda_layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.key_value_heads,
-            "head_dim": model.head_width,
-            "hidden_act": "silu",
-            "max_position_embeddings": config.corpus.sequence_length,
-            "rope_theta": model.rope_base,
-            "rms_norm_eps": model.norm_eps,
             "attention_bias": False,
             "mlp_bias": False,
-            "tie_word_embeddings": model.tied_head,
         }
 
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:

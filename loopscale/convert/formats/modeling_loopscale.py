@@ -552,9 +552,7 @@ class LoopscaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     def _memory(given: DynamicCache | None, kv: Kv | None, depth: int) -> LoopedCache:
         if not isinstance(given, LoopedCache):  # `generate` begins with an empty one of its own
             if given is not None and (not isinstance(given, DynamicCache) or given.get_seq_length()):
-                raise ValueError(
-                    "the cache is not one that this model gave back; leave out cache_implementation"
-                )
+                raise ValueError("the cache is not one that this model gave back; leave out cache_implementation")
             return LoopedCache(kv or "visit", depth)
         if kv not in (None, given.kv) or (given.kv == "visit" and given.depth != depth):
             raise ValueError(f"the cache is of kv={given.kv!r} and depth={given.depth}; go on with those, or without it")

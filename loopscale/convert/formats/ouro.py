@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from loopscale.config import Config
-from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
+from loopscale.convert.formats.base import (
+    Format,
+    Need,
+    Values,
+    as_transformers_has_it,
+    count,
+    must_be,
+    number,
+    values_of_transformers,
+)
 from loopscale.convert.mapping import Ours, Rule
 
 NORMS = {
@@ -53,12 +62,7 @@ class Ouro(Format):
             must_be(about, "layer_types", None)
         return {
             "model": {
-                "vocab_size": count(about, "vocab_size"),
-                "hidden_size": count(about, "hidden_size"),
-                "heads": count(about, "num_attention_heads"),
-                "kv_heads": count(about, "num_key_value_heads"),
-                "head_dim": about.get("head_dim"),
-                "ffn_size": count(about, "intermediate_size"),
+                **values_of_transformers(about),
                 "prelude_layers": 0,
                 "core_layers": count(about, "num_hidden_layers"),
                 "coda_layers": 0,
@@ -67,10 +71,8 @@ class Ouro(Format):
                 "state_init": "embedding",
                 "between": "shared",
                 "exit_gate": "normed",
-                "tied_head": wanted(about, "tie_word_embeddings", bool),
                 "rope_base": number(about, "rope_theta"),
                 "rope_interleaved": False,
-                "norm_eps": number(about, "rms_norm_eps"),
                 "norm_centered": False,
             },
             "depth": {"prior": "fixed", "mean": count(about, "total_ut_steps"), "backprop": None},
@@ -83,18 +85,8 @@ class Ouro(Format):
         return {
             "architectures": ["OuroForCausalLM"],
             "model_type": "ouro",
-            "vocab_size": model.vocabulary,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.ffn_size,
+            **as_transformers_has_it(config),
             "num_hidden_layers": model.core_layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.key_value_heads,
-            "head_dim": model.head_width,
-            "hidden_act": "silu",
-            "max_position_embeddings": config.corpus.sequence_length,
-            "rope_theta": model.rope_base,
-            "rms_norm_eps": model.norm_eps,
-            "tie_word_embeddings": model.tied_head,
             "layer_types": ["full_attention"] * model.core_layers,
             "use_sliding_window": False,
             "total_ut_steps": config.depth.evaluation_depth,
