@@ -7,16 +7,24 @@ rows of `mlp.proj` are twice ours. The gate of a value embedding reads 32 channe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
 
 from loopscale.config import Config
 from loopscale.convert.formats.base import Format, Need, Values, count, must_be, number, wanted
 from loopscale.convert.mapping import Ours, Rule
+from loopscale.convert.tensors import SINGLE, Planned, write_shards
+from loopscale.durable import replacing
 from loopscale.errors import UsageError
 from loopscale.model.weights import VALUE_GATE_CHANNELS, has_value_embedding
 
 ROPE_BASE = 50_000.0
+PICKLE = "pytorch_model.bin"
 
 
 class Parcae(Format):
@@ -157,6 +165,18 @@ class Parcae(Format):
         if not model.tied_head:
             rules.append(ours.vocabulary("lm_head.weight", "head", rows))
         return rules
+
+    def write(
+        self, folder: Path, config: Config, tensors: Sequence[Planned], dtype: torch.dtype, shard_bytes: int
+    ) -> Iterator[int]:
+        """One pickle, which is all that the release loads: of tensors in a file that is mapped to memory, and removed then."""
+        if (folder / PICKLE).exists():
+            yield sum(math.prod(t.shape) for t in tensors) * dtype.itemsize
+            return
+        yield from write_shards(folder, tensors, dtype, sys.maxsize)
+        with safe_open(folder / SINGLE[0], "pt") as mapped, replacing(folder / PICKLE) as out:
+            torch.save({tensor.name: mapped.get_tensor(tensor.name) for tensor in tensors}, out)
+        (folder / SINGLE[0]).unlink()
 
     def tied(self, config: Config) -> Mapping[str, str]:
         return {"lm_head.weight": "transformer.wte.weight"} if config.model.tied_head else {}
