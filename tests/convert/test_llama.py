@@ -85,6 +85,8 @@ def as_gguf(path: Path, model: torch.nn.Module, quantised: str = "F32", **change
                 rows = rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
         kind = gguf.GGMLQuantizationType[quantised] if "proj" in name else gguf.GGMLQuantizationType.F32
         out.add_tensor(names.get_name(name, (".weight",)), gguf.quantize(rows.numpy(), kind), raw_dtype=kind)
+    if "factors" in changes:
+        out.add_tensor("rope_freqs.weight", changes["factors"])
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -195,6 +197,7 @@ def test_its_tokenizer_is_made_of_it(mesh, tmp_path, pre, cut):
     [
         ({"architecture": "qwen2"}, CheckpointError, "architecture 'qwen2'; only 'llama' can be read"),
         ({"rope_scaling": "yarn"}, CheckpointError, "llama.rope.scaling.type is 'yarn'; only 'none' can be read"),
+        ({"factors": np.ones(6, np.float32)}, CheckpointError, "has rope_freqs.weight: its rotary frequencies are scaled"),
         ({"pre": "qwen2"}, UsageError, "of the kind 'gpt2' with 'qwen2'.* --tokenizer names its tokenizer.json"),
     ],
 )

@@ -30,6 +30,7 @@ TENSORS = {
     "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "out": "attn_output",
     "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
+SCALED = "rope_freqs.weight"
 KEYS = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -46,7 +47,6 @@ class Gguf(Llama):
     written: ClassVar = False
     tensors: ClassVar = TENSORS
     turn: ClassVar[Turn] = "pairs"
-    buffers: ClassVar = ("rope_freqs.weight",)
 
     def recognises(self, place: Path) -> bool:
         if not place.is_file():
@@ -63,6 +63,8 @@ class Gguf(Llama):
         about = {key: file.value(f"llama.{theirs}") for key, theirs in KEYS.items()}
         if (rope := file.value("llama.rope.scaling.type")) not in (None, "none"):
             raise CheckpointError(f"{place}: llama.rope.scaling.type is {rope!r}; only 'none' can be read")
+        if SCALED in file.names:
+            raise CheckpointError(f"{place} has {SCALED}: its rotary frequencies are scaled, as Llama 3.1's are; ours cannot be")
         if TENSORS["embed"] in file.names:
             about["vocab_size"] = about["vocab_size"] or file.shape(TENSORS["embed"])[0]
         about["tie_word_embeddings"] = TENSORS["head"] not in file.names
