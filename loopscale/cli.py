@@ -63,6 +63,11 @@ def answer(action: Callable[[], int], traceback: bool = False) -> int:
             name = "" if rank == "0" else f"rank {rank}: "
             print(f"{name}error: {error}" if error.exit_code != 2 else str(error), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -171,8 +176,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--config", type=Path, metavar="FILE", help="with --from deepspeed or megatron: a config.yaml; default the one in FROM"
     )
-    convert.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="with --to: of the written weights (fp32)")
-    convert.add_argument("--shard-size", type=_gib, default=5, metavar="GIB", help="with --to: of a file of weights at most (5)")
+    convert.add_argument("--dtype", choices=("fp32", "bf16"), help="with --to: of the written weights (fp32)")
+    convert.add_argument("--shard-size", type=_gib, metavar="GIB", help="with --to: of a file of weights at most (5)")
     retrofit = convert.add_argument_group("a looped model of a plain one (llama, gguf)")
     retrofit.add_argument(
         "--retrofit", metavar="LAYERS",
@@ -535,6 +540,8 @@ def _convert(options: argparse.Namespace) -> int:
     progress = progress_to(sys.stderr)
     try:
         if options.to is None:
+            if options.dtype is not None or options.shard_size is not None:
+                raise UsageError("--dtype and --shard-size are of what --to writes; a checkpoint of ours is fp32; leave them out")
             looped = None
             if options.retrofit is not None:
                 looped = partial(plan, options.retrofit, options.depth or 4, options.inject or "huginn_linear")
@@ -551,8 +558,8 @@ def _convert(options: argparse.Namespace) -> int:
         else:
             import torch
 
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-            size = int(options.shard_size * 2**30)
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or "fp32"]
+            size = int((options.shard_size or 5) * 2**30)
             check = export(options.source, options.to, options.out, progress, dtype=dtype, shard_bytes=size)
     finally:
         progress.close()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopscale.config import Config, from_values
+from loopscale.convert.formats.base import Need, unmet
 from loopscale.convert.mapping import Ours, Rule
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.weights import initial
@@ -26,6 +27,19 @@ REPEATING = ("none", "huginn_linear")
 """Injections whose every visit begins where the last one ended, at first."""
 INJECTIONS = (*REPEATING, "add", "diagonal", "ortho")
 """Those that can hand e to the first visit."""
+PLAIN = (
+    Need("depth.deepest", (1,)),
+    Need("model.inject", ("none",)),
+    Need("model.prelude_layers", (0,)),
+    Need("model.coda_layers", (0,)),
+    Need("model.between", ("none",)),
+    Need("model.readout", ("rmsnorm", "raw", "alpha")),
+    Need("model.coda_linear", (False,)),
+    Need("model.value_embeddings", (False,)),
+)
+"""Of a plain model, whose layers do the same wherever they are."""
+DEEPEST = 256
+"""Mean that may be asked for."""
 CURRICULUM = 1.1
 """Mean number of visits to begin with: nearly the plain model."""
 RATE = 3e-4
@@ -56,14 +70,16 @@ class Plan:
 def plan(text: str, depth: int, inject: str, layers: int) -> Plan:
     """Of ``text`` as a user writes it, for a model of so many layers: the numbers of layers of prelude, core and coda, as 4/8/4,
     or which layers they are, as 0-3/18-25/26-29. Raises :class:`UsageError` for any other."""
-    found = re.fullmatch(r"(\d+)/(\d+)/(\d+)", text)
+    if depth > DEEPEST:
+        raise UsageError(f"--depth is {depth}, must be at most {DEEPEST}")
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)/([0-9]+)", text)
     if found:
         p, r, c = map(int, found.groups())
         if not r or p + r + c > layers:
             raise UsageError(f"--retrofit is {text}; the core needs a layer, and the model has {layers} for all three")
         chosen = tuple(range(p)), tuple(range(layers - r - c, layers - c)), tuple(range(layers - c, layers))
         return Plan(chosen, depth, inject)
-    if not re.fullmatch(r"(?:\d+-\d+)?/\d+-\d+/(?:\d+-\d+)?", text):
+    if not re.fullmatch(r"(?:[0-9]+-[0-9]+)?/[0-9]+-[0-9]+/(?:[0-9]+-[0-9]+)?", text):
         raise UsageError(f"--retrofit is {text!r}, must be numbers of layers as 4/8/4, or layers as 0-3/18-25/26-29")
     ends = [tuple(map(int, part.split("-"))) if part else (0, -1) for part in text.split("/")]
     for first, last in ends:
@@ -75,15 +91,15 @@ def plan(text: str, depth: int, inject: str, layers: int) -> Plan:
 
 def refuse_looped(config: Config) -> None:
     """Raises :class:`CheckpointError` for a model that is not a plain one."""
-    model = config.model
-    if model.inject != "none" or config.depth.deepest != 1 or model.prelude_layers or model.coda_layers:
-        raise CheckpointError("--retrofit makes a looped model of a plain one, and this one is looped already")
+    if (wrong := unmet(config, PLAIN)) is not None:
+        raise CheckpointError(f"--retrofit makes a looped model of a plain one, and of this one {wrong}")
 
 
 def looped(config: Config, plan: Plan) -> Config:
     """The configuration of the looped model that is made of a plain one's."""
     fixed = {"prior": "fixed", "mean": 1, "backprop": None}
-    drawn = {"prior": "pln", "mean": plan.depth, "curriculum": CURRICULUM} | ({"backprop": None} if plan.inject == "none" else {})
+    drawn = {"prior": "pln", "mean": plan.depth, "cap": max(64, 4 * plan.depth), "curriculum": CURRICULUM}
+    drawn |= {"backprop": None} if plan.inject == "none" else {}
     values = config.model_dump()
     values["model"] |= {f"{part}_layers": len(own) for part, own in zip(PARTS, plan.layers, strict=True)}
     values["model"] |= {"inject": plan.inject, "state_init": "zero" if plan.inject == "add" else "embedding"}

@@ -31,7 +31,7 @@ from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
 from loopscale.convert.retrofit import Plan, injection, looped, looped_rules, refuse_looped
-from loopscale.convert.tensors import Planned, Source
+from loopscale.convert.tensors import Planned, Source, read_fp32
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
 from loopscale.durable import content_digest, locked, sync, sync_tree, write_json
@@ -40,6 +40,7 @@ from loopscale.train.folder import config_text
 
 SHARD_BYTES = 5 * 2**30
 """Of a shard at most, a larger tensor aside."""
+MOST_LAYERS = 10_000
 LISTED = 6
 """Names that a sentence lists."""
 
@@ -77,6 +78,8 @@ def export(
             form.finish(work, config, dtype, run_of(Path(where), source), source.name)
             expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, form.read_about(work), config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
+            if dtype != torch.float32:  # what is told below is what it rounds away, and nothing else
+                compared(logits(config, _rounded(rules, reader, dtype)), found, torch.float32)
             if theirs is None:
                 return compared(expected, found, dtype)
             same_by_their_code(found, theirs)
@@ -102,6 +105,9 @@ def import_(
     configuration that ours cannot be.
     """
     _refuse_existing(out)
+    for given in (place, *filter(None, (config_file, tokenizer))):
+        if not given.exists():
+            raise UsageError(f"{given} does not exist")
     form = _recognised(place, name)
     if config_file is not None and form.configuration == CONFIG:
         raise UsageError(f"--config names a configuration of ours, and a model of the format {form.name} brings its own")
@@ -129,10 +135,10 @@ def import_(
     pieces += [Piece(f"weight/{name}", tuple(values.shape), (0,) * values.dim(), values) for name, values in made.items()]
     files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words}
     with _building(out, content_digest([files["config.yaml"], form.name, str(plan), words.decode(), source.stamps])) as work:
+        stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
+        expected = torch.cat([_their_logits(form, place, about, config, stack) for stack in stacks])  # each tensor can be read
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
-        stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
-        expected = torch.cat([_their_logits(form, place, about, config, stack) for stack in stacks])
         found = logits(config, _our_weights(PartReader(work)))
         return compared(expected, found[: len(expected)], torch.float32)
 
@@ -143,13 +149,18 @@ def import_(
 
 def _config_of(form: Format, about: Mapping[str, Any], told_by: Path) -> Config:
     """Ours; what a format does not tell has the defaults, and a batch that no one has trained with."""
-    return from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, str(told_by)).config
+    config = from_values(Config, {"batch": {"global_batch": 1}, **form.values(about)}, str(told_by)).config
+    if (layers := config.model.prelude_layers + config.model.core_layers + config.model.coda_layers) > MOST_LAYERS:
+        raise CheckpointError(f"{told_by} says that the model has {layers:,} layers; at most {MOST_LAYERS:,} can be read")
+    return config
 
 
 def _recognised(place: Path, name: str | None) -> Format:
     if name is not None:
         return FORMATS[name]
     found = next((form for form in FORMATS.values() if form.recognises(place)), None)
+    if found is None and place.is_file():
+        raise UsageError(f"{place} is a file and no GGUF; give the folder that it lies in")
     if found is None:
         about = f"{place}/{CONFIG} is" if (place / CONFIG).is_file() else f"{place} has no {CONFIG} and is"
         raise UsageError(f"{about} of none of the formats {', '.join(FORMATS)}; --from names one")
@@ -187,7 +198,8 @@ def _tokenizer_of(form: Format, place: Path, given: Path | None, config: Config,
     """A tokenizer.json that fits the model."""
     path = given or form.tokenizer_file(place, scratch)
     if not path.is_file():
-        raise UsageError(f"{path} does not exist; --tokenizer names a tokenizer.json")
+        wrong = "is no file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {wrong}; --tokenizer names a tokenizer.json")
     tokenizer = load_tokenizer(path)
     end_of_text(tokenizer, path)
     if (size := vocabulary_size(tokenizer)) > config.model.vocabulary:
@@ -205,7 +217,7 @@ class _Converted(Piece):
     told: Callable[[int], None]
 
     def read(self) -> Tensor:
-        values = self.rule.back(self.source.read(self.rule.theirs).float())[self.place].contiguous()
+        values = self.rule.back(read_fp32(self.source, self.rule.theirs))[self.place].contiguous()
         self.told(values.nbytes)
         return values
 
@@ -248,7 +260,7 @@ def _their_logits(
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         places = {n: made_of[theirs(n)] for n in names}
         rules = {rule.theirs: rule for rule, _ in places.values()}
-        whole = {name: rule.back(source.read(name).float()) for name, rule in rules.items()}
+        whole = {name: rule.back(read_fp32(source, name)) for name, rule in rules.items()}
         return {n: whole[rule.theirs][i] for n, (rule, i) in places.items()}
 
     if stack is not None:
@@ -272,10 +284,12 @@ def _building(out: Path, plan: str) -> Iterator[Path]:
     with locked(out.with_name(f".{out.name}.lock"), wait=False) as mine:
         if not mine:
             raise UsageError(f"{out} is being written by another process")
+        _refuse_existing(out)  # by now
         known = work / ".plan"
-        if not known.is_file() or json.loads(known.read_text()) != plan:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
+        if (left := _plan_left_in(work)) != plan:
+            if left is not None:
+                shutil.rmtree(work)
+            work.mkdir(parents=True, exist_ok=True)
             write_json(known, plan)
         try:
             yield work
@@ -283,15 +297,42 @@ def _building(out: Path, plan: str) -> Iterator[Path]:
             shutil.rmtree(work)
             out.with_name(f".{out.name}.lock").unlink()
             raise
-        known.unlink()
         sync_tree(work)
         work.rename(out)
+        (out / known.name).unlink()
+        sync(out)
         sync(out.parent)
         out.with_name(f".{out.name}.lock").unlink()
 
 
+def _plan_left_in(work: Path) -> str | None:
+    """The plan of the call that began the folder, if there is one. Raises :class:`UsageError` for a folder of anyone else's."""
+    known = work / ".plan"
+    try:
+        plan = json.loads(known.read_text()) if known.is_file() and not work.is_symlink() else None
+    except ValueError:
+        plan = None
+    if isinstance(plan, str):
+        return plan
+    if work.is_symlink() or (work.exists() and (not work.is_dir() or any(work.iterdir()))):
+        raise UsageError(f"{work} is in the way, and was not left by a conversion; rename it, or name another OUT")
+    return None
+
+
 def _our_weights(reader: PartReader) -> Read:
     return lambda names: {n: _stored(reader, n) for n in names}
+
+
+def _rounded(rules: Sequence[Rule], reader: PartReader, dtype: torch.dtype) -> Read:
+    """Our weights as they are when theirs of them were stored as ``dtype``."""
+    made_of = {part.weight.name: (rule, i) for rule in rules for i, part in enumerate(rule.parts)}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        owned = {rule.theirs: rule for rule, _ in (made_of[n] for n in names)}
+        whole = {theirs: rule.back(_maker(rule, reader)().to(dtype).float()) for theirs, rule in owned.items()}
+        return {n: whole[rule.theirs][i] for n in names for rule, i in [made_of[n]]}
+
+    return read
 
 
 def _maker(rule: Rule, reader: PartReader) -> Callable[[], Tensor]:

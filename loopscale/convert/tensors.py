@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,19 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored; raises as :meth:`shape`."""
+
+
+def read_fp32(source: Source, name: str) -> Tensor:
+    """Raises :class:`CheckpointError` where it holds other than finite numbers of a floating type: a tensor that was quantised
+    is nothing without its scales."""
+    values = source.read(name)
+    if values.dtype not in (*TYPES, torch.float64):
+        kinds = "float32, bfloat16, float16 and float64"
+        raise CheckpointError(f"{name} has the type {str(values.dtype).removeprefix('torch.')}; only {kinds} can be read")
+    values = values.float()
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(f"{name} holds a number that is not finite; no model can be made of it")
+    return values
 
 
 class Shards:
@@ -120,11 +134,14 @@ class Shards:
         try:
             if file.endswith(".safetensors"):
                 return safe_open(path, "pt")
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            zipped = zipfile.is_zipfile(path)  # as torch has written them since 1.6
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         except Exception as error:  # a changed byte leads an unpickler to any of them
             raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
         if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
             raise CheckpointError(f"{path} does not hold tensors by name")
+        if odd := [k for k, v in held.items() if v.is_nested or v.layout != torch.strided or v.is_quantized or v.is_meta]:
+            raise CheckpointError(f"{path} holds {odd[0]} as no dense tensor")
         return held
 
     def _asked(self, name: str, read: Callable[[], Any]) -> Any:
@@ -136,6 +153,14 @@ class Shards:
 
 def reason(error: Exception) -> str:
     """Why a file of theirs cannot be read, in a line."""
+    if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(
+        error
+    ):  # and advice to load it all the same
+        asked = re.search(r"(?:GLOBAL|global|class|type) ([\w.]+\.[\w.]+)", str(error).partition("Unsupported")[2] or str(error))
+        what = f"it asks for {asked[1]}, which is no tensor" if asked else "it holds what is no tensor"
+        return f"{what}; nothing in it was executed"
+    if isinstance(error, EOFError):
+        return "it ends too early"
     told = str(error).splitlines()[:1] if isinstance(error, TELLING) else []
     return told[0] if told else repr(error)
 

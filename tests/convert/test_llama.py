@@ -85,6 +85,10 @@ def as_gguf(path: Path, model: torch.nn.Module, quantised: str = "F32", **change
                 rows = rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
         kind = gguf.GGMLQuantizationType[quantised] if "proj" in name else gguf.GGMLQuantizationType.F32
         out.add_tensor(names.get_name(name, (".weight",)), gguf.quantize(rows.numpy(), kind), raw_dtype=kind)
+    numbers = {"rope.scale_linear": out.add_float32, "rope.dimension_count": out.add_uint32, "expert_count": out.add_uint32}
+    for key, add in numbers.items():
+        if key in changes:
+            add(f"llama.{key}", changes[key])
     if "factors" in changes:
         out.add_tensor("rope_freqs.weight", changes["factors"])
     out.write_header_to_file()
@@ -114,6 +118,16 @@ def test_transformers_own_models_come_and_go_with_every_bit(mesh, tmp_path, chan
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert isinstance(again, LlamaForCausalLM) and again.config.tie_word_embeddings == ("tie_word_embeddings" in changes)
     assert torch.equal(logits(again.eval()), logits(theirs))
+
+
+def test_a_mistral_that_does_not_tell_its_window_has_one(mesh, tmp_path):
+    llama(tmp_path / "theirs", mistral=True, sliding_window=None)
+    about = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    del about["sliding_window"]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(about))
+    assert MistralConfig.from_pretrained(tmp_path / "theirs").sliding_window == 4096
+    with pytest.raises(CheckpointError, match="sliding_window is 4096; only None can be read"):
+        import_(tmp_path / "theirs", None, tmp_path / "ours", Silent())
 
 
 def test_values_of_transformers_5_are_read(mesh, tmp_path):
@@ -198,6 +212,13 @@ def test_its_tokenizer_is_made_of_it(mesh, tmp_path, pre, cut):
         ({"architecture": "qwen2"}, CheckpointError, "architecture 'qwen2'; only 'llama' can be read"),
         ({"rope_scaling": "yarn"}, CheckpointError, "llama.rope.scaling.type is 'yarn'; only 'none' can be read"),
         ({"factors": np.ones(6, np.float32)}, CheckpointError, "has rope_freqs.weight: its rotary frequencies are scaled"),
+        ({"rope.scale_linear": 4.0}, CheckpointError, "llama.rope.scale_linear is 4.0; only 1.0 can be read"),
+        (
+            {"rope.dimension_count": 8},
+            CheckpointError,
+            "rope.dimension_count is 8; only the width of a head, 12, can be read",
+        ),
+        ({"expert_count": 8}, CheckpointError, "llama.expert_count is 8; only 0 can be read"),
         ({"pre": "qwen2"}, UsageError, "of the kind 'gpt2' with 'qwen2'.* --tokenizer names its tokenizer.json"),
     ],
 )

@@ -16,12 +16,12 @@ import loopscale
 from loopscale.cli import main
 from loopscale.config import Config, from_values
 from loopscale.convert.retrofit import INJECTIONS, Plan, plan
-from loopscale.convert.run import import_
+from loopscale.convert.run import export, import_
 from loopscale.corpus.progress import Silent
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.train.run import train
 from loopscale.train.signals import StopRequest
-from tests.convert.folders import exported, weights_in
+from tests.convert.folders import exported, toy, weights_in
 from tests.convert.test_llama import TOKENS, llama, logits
 from tests.corpus.conftest import built, texts, write_jsonl
 
@@ -124,9 +124,34 @@ def test_all_layers_at_depth_1_are_the_model_itself(mesh, tmp_path):
 
 def test_a_looped_model_is_not_looped_again(mesh, tmp_path):
     there = exported(tmp_path, "xllm")
-    with pytest.raises(CheckpointError, match="makes a looped model of a plain one, and this one is looped already"):
+    with pytest.raises(CheckpointError, match=r"of a plain one, and of this one depth\.deepest is 3, must be 1"):
         import_(there, None, tmp_path / "back", Silent(), retrofit=partial(plan, "1/1/1", 2, "none"))
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"between": "unit"}, "model.between is unit, must be none"),
+        ({"readout": "final_only"}, "model.readout is final_only, must be rmsnorm or raw or alpha"),
+        ({"coda_linear": True}, "model.coda_linear is True, must be False"),
+        ({"value_embeddings": True}, "model.value_embeddings is True, must be False"),
+        ({"prelude_layers": 1, "core_layers": 3}, "model.prelude_layers is 1, must be 0"),
+    ],
+)
+def test_what_a_loop_of_it_would_not_be_is_named(mesh, tmp_path, changes, wrong):
+    there = tmp_path / "theirs"
+    export(toy(tmp_path, "llama", **changes), "hf", there, Silent())
+    with pytest.raises(CheckpointError, match=f"--retrofit makes a looped model of a plain one, and of this one {wrong}"):
+        import_(there, None, tmp_path / "back", Silent(), retrofit=partial(plan, "1/1/1", 2, "none"))
+
+
+def test_deep_ones_have_room_for_their_law(mesh, tmp_path):
+    retrofitted(tmp_path, "1/2/1", depth=100)
+    depth = loopscale.load(tmp_path / "ours").config.depth
+    assert (depth.mean, depth.cap) == (100.0, 400)
+    with pytest.raises(UsageError, match="--depth is 257, must be at most 256"):
+        plan("1/2/1", 257, "none", LAYERS)
 
 
 def test_the_command_line(mesh, tmp_path, capsys):

@@ -145,7 +145,8 @@ def test_a_pickle_that_would_do_something_is_refused_and_does_nothing(mesh, tmp_
     state = state_of(there)
     (there / "pytorch_model.bin").unlink()
     torch.save({**state, "trap": Trap(made)}, there / file)
-    with pytest.raises(CheckpointError, match=rf"{file} cannot be read"):
+    sentence = rf"{file} cannot be read: it asks for io.open, which is no tensor; nothing in it was executed"
+    with pytest.raises(CheckpointError, match=sentence):
         taken(there)
     (there / file).write_bytes(pickle.dumps(Trap(made)))
     with pytest.raises(CheckpointError, match=rf"{file} cannot be read"):
@@ -321,6 +322,85 @@ def test_an_artifact_lists_its_files_and_is_held_to_them(mesh, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"theirs is damaged: {shard.name} has digest"):
         taken(there)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (lambda t: (t * 100).to(torch.int8), "has the type int8; only float32, bfloat16, float16 and float64 can be read"),
+        (lambda t: t.to(torch.float8_e4m3fn), "has the type float8_e4m3fn; only"),
+        (lambda t: t.masked_fill(t == t[0, 0], float("nan")), "holds a number that is not finite"),
+    ],
+)
+def test_what_is_no_weight_is_refused_by_its_name(mesh, tmp_path, changed, sentence):
+    there, name = exported(tmp_path, "ouro"), "model.layers.1.mlp.up_proj.weight"
+    state = state_of(there)
+    rewrite(there, {**state, name: changed(state[name])})
+    with pytest.raises(CheckpointError, match=f"^{name} {sentence}"):
+        taken(there)
+
+
+def test_tensors_that_are_not_dense_and_pickles_of_old_are_read_or_named(mesh, tmp_path):
+    there, name = exported(tmp_path, "ouro"), "model.layers.1.mlp.up_proj.weight"
+    state = state_of(there)
+    (there / "model.safetensors").unlink()
+    torch.save({**state, name: state[name].to_sparse()}, there / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=f"pytorch_model.bin holds {name} as no dense tensor"):
+        taken(there)
+    (there / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read: it ends too early"):
+        taken(there)
+    torch.save(state, there / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert same(taken(there), weights_in(tmp_path / "ours" / "step-3"))
+
+
+def test_a_folder_of_another_name_is_left_alone(mesh, tmp_path):
+    """Conversion works in a folder beside OUT; one that it did not make is not touched, whatever its name."""
+    there = exported(tmp_path, "ouro")
+    work = tmp_path / "converting-back"
+    there.rename(work)
+    held = {path.name: path.read_bytes() for path in work.iterdir()}
+    with pytest.raises(UsageError, match="converting-back is in the way, and was not left by a conversion; rename it"):
+        import_(work, None, tmp_path / "back", Silent())
+    assert {path.name: path.read_bytes() for path in work.iterdir()} == held
+    (work / ".plan").write_bytes(b"\xff{")
+    with pytest.raises(UsageError, match="converting-back is in the way"):
+        import_(work, None, tmp_path / "back", Silent())
+
+
+@pytest.mark.parametrize("name", ["huginn", "parcae"])
+def test_what_went_through_transformers_goes_on_to_its_format(mesh, tmp_path, name):
+    export(toy(tmp_path, name), "hf", tmp_path / "hf", Silent())
+    import_(tmp_path / "hf", None, tmp_path / "back", Silent())
+    export(tmp_path / "back", name, tmp_path / "there", Silent())
+    import_(tmp_path / "there", None, tmp_path / "again", Silent())
+    assert same(weights_in(tmp_path / "again"), weights_in(tmp_path / "ours" / "step-3"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_that_a_format_cannot_tell_is_refused(mesh, tmp_path, dtype):
+    with pytest.raises(UsageError, match=r"cannot be of the format xllm: model.state_std is 2.0, must be 0\.1443"):
+        export(toy(tmp_path, "xllm", state_std=2.0), "xllm", tmp_path / "there", Silent(), dtype=dtype)
+
+
+def test_a_billion_layers_are_one_sentence(mesh, tmp_path):
+    there = exported(tmp_path, "ouro")
+    change(there, num_hidden_layers=10**9)
+    with pytest.raises(CheckpointError, match="says that the model has 1,000,000,000 layers; at most 10,000 can be read"):
+        taken(there)
+
+
+def test_mistakes_at_the_command_line_are_named(mesh, tmp_path, capsys):
+    there, out = exported(tmp_path, "ouro"), str(tmp_path / "back")
+    for arguments, sentence in (
+        ([str(tmp_path / "missing"), out], "missing does not exist"),
+        ([str(there / "model.safetensors"), out], "is a file and no GGUF; give the folder that it lies in"),
+        ([str(there), out, "--from", "gguf"], "is no file; give the .gguf itself"),
+        ([str(there), out, "--dtype", "bf16"], "--dtype and --shard-size are of what --to writes"),
+        ([str(there), out, "--tokenizer", str(there)], "is no file; --tokenizer names a tokenizer.json"),
+    ):
+        assert main(["convert", *arguments]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_huginn_linear_of_paper_b(mesh, tmp_path):

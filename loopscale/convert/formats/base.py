@@ -36,6 +36,21 @@ class Need:
     allowed: tuple[Any, ...]
 
 
+def unmet(config: Config, needs: Sequence[Need]) -> str | None:
+    """Which value is another than the first need that is not met, and what it must be."""
+    model = config.model
+    usual = {
+        "model.kv_heads": model.key_value_heads == model.heads,
+        "model.head_dim": model.head_width * model.heads == model.hidden_size,
+    }
+    for need in needs:
+        section, key = need.key.split(".")
+        found = None if usual.get(need.key) else getattr(getattr(config, section), key)
+        if found not in need.allowed:
+            return f"{need.key} is {found}, must be {' or '.join(map(str, need.allowed))}"
+    return None
+
+
 class Format(ABC):
     """One format. Formats have no state: they are used as they are."""
 
@@ -131,12 +146,8 @@ class Format(ABC):
 
     def refuse_unfit(self, config: Config) -> None:
         """Raises :class:`UsageError` naming the first property of the model that the format does not have."""
-        for need in self.needs:
-            section, key = need.key.split(".")
-            found = getattr(getattr(config, section), key)
-            if found not in need.allowed:
-                allowed = " or ".join(map(str, need.allowed))
-                raise UsageError(f"the model cannot be of the format {self.name}: {need.key} is {found}, must be {allowed} there")
+        if (wrong := unmet(config, self.needs)) is not None:
+            raise UsageError(f"the model cannot be of the format {self.name}: {wrong} there")
 
     def refuse_other(self, config: Config, key: str, value: float) -> None:
         """As :meth:`refuse_unfit`, of a number that the format's code works out."""
@@ -151,8 +162,9 @@ def wanted(about: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) ->
     if key not in about:
         raise CheckpointError(f"config.json has no {key}, which cannot be told from the weights")
     value = about[key]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-        named = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & set(kinds)):
+        named = " or ".join(k.__name__ for k in kinds)
         raise CheckpointError(f"config.json: {key} is {value!r}, must be {named}")
     return value
 

@@ -38,6 +38,13 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "vocab_size": "vocab_size",
 }  # fmt: skip
 """Keys of a `config.json` and theirs behind `llama.`."""
+UNTOLD = ("num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
+"""Those that may be left out."""
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "rope.scaling.type": ("none",), "rope.scaling.factor": (1.0, 0.0), "rope.scale_linear": (1.0, 0.0),
+    "attention.sliding_window": (0,), "attention.causal": (True,), "logit_scale": (1.0, 0.0), "expert_count": (0,),
+}  # fmt: skip
+"""What may be said behind `llama.`: nothing that a plain Llama does not do."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that stand for themselves in text; the former have a meaning for the model."""
 
@@ -56,13 +63,22 @@ class Gguf(Llama):
 
     def read_about(self, place: Path) -> Mapping[str, Any]:
         """As Llama's `config.json`."""
+        if not place.is_file():
+            raise UsageError(f"{place} is no file; give the .gguf itself")
         file = _File(place)
         kind = file.value("general.architecture")
         if kind != "llama":
             raise CheckpointError(f"{place} holds a model of the architecture {kind!r}; only 'llama' can be read")
         about = {key: file.value(f"llama.{theirs}") for key, theirs in KEYS.items()}
-        if (rope := file.value("llama.rope.scaling.type")) not in (None, "none"):
-            raise CheckpointError(f"{place}: llama.rope.scaling.type is {rope!r}; only 'none' can be read")
+        if missing := [theirs for key, theirs in KEYS.items() if about[key] is None and key not in UNTOLD]:
+            raise CheckpointError(f"{place} has no llama.{missing[0]}, which cannot be told from the weights")
+        for key, allowed in PLAIN.items():
+            if (value := file.value(f"llama.{key}")) is not None and value not in allowed:
+                raise CheckpointError(f"{place}: llama.{key} is {value!r}; only {allowed[0]!r} can be read")
+        width = about["head_dim"] or about["hidden_size"] // max(1, about["num_attention_heads"])
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if (value := file.value(f"llama.{key}")) not in (None, width):
+                raise CheckpointError(f"{place}: llama.{key} is {value!r}; only the width of a head, {width}, can be read")
         if SCALED in file.names:
             raise CheckpointError(f"{place} has {SCALED}: its rotary frequencies are scaled, as Llama 3.1's are; ours cannot be")
         if TENSORS["embed"] in file.names:

@@ -87,7 +87,7 @@ class Hf(Format):
         if (version := about.get("format_version", 1)) != FORMAT_VERSION:
             sentence = f"this version of loopscale reads {FORMAT_VERSION}: use a newer one"
             raise CheckpointError(f"config.json: format_version is {version!r}; {sentence}")
-        model = {ours: wanted(about, theirs, object) for ours, theirs in BY_NAME.items()}
+        model = {ours: wanted(about, theirs, (bool, int, float, str)) for ours, theirs in BY_NAME.items()}
         noisy, gated = model["state_init"] in NOISY, model["exit_gate"] != "none"
         if model["qk_norm"]:
             must_be(about, "qk_norm_eps", HEAD_EPS)

@@ -77,9 +77,11 @@ class Llama(Format):
         must_be(about, "model_type", "llama", "mistral")
         must_be(about, "hidden_act", "silu")
         for key, *allowed in (
-            ("attention_bias", False), ("mlp_bias", False), ("sliding_window", None), ("rope_interleaved", False),
+            ("attention_bias", False), ("mlp_bias", False), ("rope_interleaved", False),
         ):  # fmt: skip
             must_be(about, key, *allowed)
+        window = 4096 if about["model_type"] == "mistral" else None  # where the file does not tell
+        must_be({"sliding_window": window, **about}, "sliding_window", None)
         groups = {"num_key_value_heads": about.get("num_attention_heads")}  # where the file does not tell
         return {
             "model": {

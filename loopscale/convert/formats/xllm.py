@@ -197,6 +197,11 @@ class Xllm(Format):
         compact = json.dumps(manifest, sort_keys=True, separators=(",", ":"))  # as the release's code takes the digest
         write_json(folder / MANIFEST, {**manifest, "manifest_sha256": hashlib.sha256(compact.encode()).hexdigest()})
 
+    def refuse_unfit(self, config: Config) -> None:
+        super().refuse_unfit(config)
+        if config.model.state_std is not None:
+            self.refuse_other(config, "model.state_std", config.model.hidden_size**-0.5)
+
     def damage(self, folder: Path) -> str | None:
         if not (folder / MANIFEST).is_file():
             return None
