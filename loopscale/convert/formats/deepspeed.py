@@ -92,21 +92,20 @@ class Shares:
 
     def shape(self, name: str) -> tuple[int, ...]:
         self._require_one_stage(name)
-        shares, axis = self._shares(name), self._table[name].tensor_axis
+        shares, holder = self._shares(name), self._table[name]
         first, *others = (tuple(share.shape) for share in shares)
         if any(shape != first for shape in others):
             raise CheckpointError(f"{self._folder}: ranks have {name} in shapes {', '.join(str(list(s.shape)) for s in shares)}")
-        return first if axis is None or len(first) <= axis else (*first[:axis], len(shares) * first[axis], *first[axis + 1 :])
+        if (axis := holder.tensor_axis) is None:
+            if first == holder.weights[0].shape:
+                self._require_alike(name, shares)
+            return first
+        return first if len(first) <= axis else (*first[:axis], len(shares) * first[axis], *first[axis + 1 :])
 
     def read(self, name: str) -> Tensor:
         shares, holder = self._shares(name), self._table[name]
         self._read += sum(share.nbytes for share in shares)
         if holder.tensor_axis is None:
-            for share, file in zip(shares, self._where[name], strict=True):
-                if not torch.equal(_bits(share), _bits(shares[0])):
-                    raise CheckpointError(
-                        f"{self._folder / file} holds {name} in full, as {self._where[name][0]} does, and with other values"
-                    )
             return shares[0]
         if holder.fused == "gate_up":
             halves = [share.chunk(2) for share in shares]
@@ -122,6 +121,13 @@ class Shares:
             raise CheckpointError(f"{self._folder / lacking[0]} lacks {name}, which {having[0]} of the same stage holds")
         if odd := [file for file in having if file not in stage]:
             raise CheckpointError(f"{self._folder / odd[0]} holds {name}, which {having[0]} of another stage holds too")
+
+    def _require_alike(self, name: str, shares: Sequence[Tensor]) -> None:
+        self._read += sum(share.nbytes for share in shares)
+        for share, file in zip(shares, self._where[name], strict=True):
+            if not torch.equal(_bits(share), _bits(shares[0])):
+                there = self._where[name][0]
+                raise CheckpointError(f"{self._folder / file} holds {name} in full, as {there} does, and with other values")
 
     def _shares(self, name: str) -> list[Tensor]:
         if self._read > HELD:
