@@ -125,6 +125,87 @@ def test_shares_of_several_shapes_are_told(mesh, tmp_path):
         taken(there, tmp_path / "back")
 
 
+def split(there: Path, found: dict[str, torch.Tensor], how=lambda ranks: None) -> Path:
+    """The checkpoint of one rank as one of two, whose parameters ``how`` changes."""
+    ranks: list[dict[str, torch.Tensor]] = [{}, {}]
+    for holder in holders(config("ouro").model, LENGTH):
+        whole = found[holder.parameter]
+        for rank, own in enumerate(ranks):
+            if holder.fused == "gate_up":
+                share = torch.cat([half.chunk(2)[rank] for half in whole.chunk(2)])
+            else:
+                share = whole if holder.tensor_axis is None else whole.chunk(2, holder.tensor_axis)[rank]
+            own[holder.parameter] = share.clone()
+    how(ranks)
+    for rank, own in enumerate(ranks):
+        torch.save({"module": own, "mp_world_size": 2}, there / f"global_step1/mp_rank_0{rank}_model_states.pt")
+    return there
+
+
+def test_what_two_ranks_hold_in_full_is_one(mesh, tmp_path):
+    there, found = saved(mesh, tmp_path, "ouro")
+    assert same(taken(split(there, found), tmp_path / "back"), joined(config("ouro"), [found], 1))
+
+
+LINEAR = "core_block.layers.1.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (lambda ranks: ranks[1]["readout.norm"][:1].nextafter_(torch.tensor(9.0)),
+         r"mp_rank_01_model_states\.pt holds readout\.norm in full, as mp_rank_00_model_states\.pt does, and with other values"),
+        (lambda ranks: [own["gate.bias"].fill_(sign) for own, sign in zip(ranks, (0.0, -0.0), strict=True)],
+         r"mp_rank_01_model_states\.pt holds gate\.bias in full, .* with other values"),
+        (lambda ranks: ranks[1].pop("readout.norm"),
+         r"mp_rank_01_model_states\.pt lacks readout\.norm, which mp_rank_00_model_states\.pt of the same stage holds"),
+        (lambda ranks: ranks[0].pop(LINEAR), rf"mp_rank_00_model_states\.pt lacks {LINEAR}, which mp_rank_01_model_states"),
+        (lambda ranks: [ranks[1].pop(n) for n in list(ranks[1]) if n != LINEAR],
+         rf"mp_rank_01_model_states\.pt holds {LINEAR}, which mp_rank_00_model_states\.pt of another stage holds too"),
+        (lambda ranks: [own.update({LINEAR: torch.zeros(5)}) for own in ranks], rf"{LINEAR} has shape \[5\], must be \[48, 80\]"),
+        (lambda ranks: [own.update({"head.weight": torch.ones(())}) for own in ranks], r"head\.weight has shape \[\], must be"),
+    ],
+    ids=["values", "sign", "one lacks", "first lacks", "two stages", "one axis", "no axis"],
+)  # fmt: skip
+def test_ranks_that_do_not_agree_are_told(mesh, tmp_path, how, sentence):
+    there, found = saved(mesh, tmp_path, "ouro")
+    with pytest.raises(CheckpointError, match=sentence):
+        taken(split(there, found, how), tmp_path / "back")
+    assert not (tmp_path / "back").exists() and not (tmp_path / "converting-back").exists()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda t: t.to_sparse(),
+        lambda t: t.to_sparse_csr(),
+        lambda t: torch.nested.nested_tensor([t[:3], t[3:]]),
+        lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+        lambda t: t.to("meta"),
+    ],
+    ids=["sparse", "csr", "nested", "quantised", "meta"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_told(mesh, tmp_path, other):
+    there, _ = saved(mesh, tmp_path, "ouro")
+    change(there / STATES, lambda held: held["module"].update({"head.weight": other(held["module"]["head.weight"])}))
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt holds head\.weight, which is no dense tensor"):
+        taken(there, tmp_path / "back")
+
+
+def test_ranks_that_are_missing_or_there_twice_are_told(mesh, tmp_path):
+    there = split(*saved(mesh, tmp_path, "ouro"))
+    second = there / "global_step1/mp_rank_01_model_states.pt"
+    again = second.with_name("mp_rank_1_model_states.pt")
+    again.write_bytes(second.read_bytes())
+    with pytest.raises(UsageError, match=r"holds mp_rank_01_model_states\.pt and mp_rank_1_model_states\.pt, both of rank 1"):
+        taken(there, tmp_path / "back")
+    again.unlink()
+    second.rename(second.with_name("mp_rank_02_model_states.pt"))
+    with pytest.raises(CheckpointError, match=r"holds mp_rank_02_model_states\.pt and no mp_rank_01_model_states\.pt"):
+        taken(there, tmp_path / "back")
+
+
 def test_padding_of_three_ranks_is_stripped(mesh, tmp_path):
     there, found = saved(mesh, tmp_path, "ouro")
     padded = {n: torch.nn.functional.pad(found[n][:101], (0, 0, 0, 91), value=7.0) for n in ("embedding.weight", "head.weight")}

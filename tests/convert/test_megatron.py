@@ -3,7 +3,9 @@ sentence."""
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import re
 import shutil
@@ -215,6 +217,44 @@ def test_files_that_are_cut_or_missing_are_named(mesh, tmp_path):
         taken(there)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"\.metadata names __0_2\.distcp, which is missing"):
+        taken(there)
+
+
+def test_a_byte_that_is_flipped_is_noticed(mesh, tmp_path):
+    there = exported(tmp_path, "ouro")
+    file = there / "__0_1.distcp"
+    metadata, whole = pickle.loads((there / ".metadata").read_bytes()), file.read_bytes()
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == FC1)
+    at = place.offset + place.length // 2
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(CheckpointError, match=rf"__0_1\.distcp is damaged at {re.escape(FC1)}"):
+        taken(there)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "config.yaml"])
+def test_a_full_disk_is_told_as_one(mesh, tmp_path, file, monkeypatch, capsys):
+    class Full(io.BytesIO):
+        def write(self, content) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ours, opened = toy(tmp_path, "ouro"), Path.open
+    monkeypatch.setattr(Path, "open", lambda p, *how: Full() if p.name == f"{file}.partial" else opened(p, *how))
+    assert main(["convert", str(ours), str(tmp_path / "theirs"), "--to", "megatron"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(rf"converting-theirs/{re.escape(file)}: No space left on device", told) and "Traceback" not in told
+    assert not (tmp_path / "theirs").exists()
+    monkeypatch.undo()
+    assert main(["convert", str(ours), str(tmp_path / "theirs"), "--to", "megatron"]) == 0
+    assert same(taken(tmp_path / "theirs"), weights_in(ours))
+
+
+@pytest.mark.parametrize("vocabulary", ["  vocab_size: null\n", ""])
+def test_a_configuration_without_its_vocabulary_is_told(mesh, tmp_path, vocabulary):
+    there = exported(tmp_path, "ouro")
+    text = (there / "config.yaml").read_text()
+    (there / "config.yaml").write_text(text.replace(f"  vocab_size: {VOCABULARY}\n", vocabulary))
+    with pytest.raises(UsageError, match=r"theirs/config\.yaml: model\.vocab_size is null; give the config\.yaml of the run"):
         taken(there)
 
 

@@ -16,11 +16,12 @@ import yaml
 
 from loopscale.checkpoint import store
 from loopscale.checkpoint.commit import read_small
-from loopscale.config import Config
+from loopscale.config import Config, from_values
 from loopscale.config.load import parse_yaml
 from loopscale.config.tree import ModelConfig
 from loopscale.convert.formats.base import Format, Values
 from loopscale.convert.mapping import Ours, Rule
+from loopscale.durable import replacing
 from loopscale.errors import CheckpointError, UsageError
 from loopscale.model.weights import holders
 
@@ -48,10 +49,14 @@ class StageFormat(Format):
         about = parse_yaml(text, str(path), aliases=False)
         if not isinstance(about, dict):
             raise CheckpointError(f"{path} does not hold keys and values")
+        if _vocabulary(about) is None:
+            from_values(Config, {"batch": {"global_batch": 1}, **about}, str(path))  # has more to say, where more is wrong
+            raise UsageError(f"{path}: model.vocab_size is null; give the config.yaml of the run, which has the tokenizer's size")
         return about
 
     def write_about(self, folder: Path, about: Mapping[str, Any]) -> None:
-        (folder / self.configuration).write_text(yaml.safe_dump(dict(about), sort_keys=False))
+        with replacing(folder / self.configuration) as out:
+            out.write(yaml.safe_dump(dict(about), sort_keys=False).encode())
 
     def values(self, about: Mapping[str, Any]) -> Values:
         return dict(about)
@@ -62,6 +67,11 @@ class StageFormat(Format):
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
         ours = Ours.of(config.model, config.corpus.sequence_length)
         return [ours.held(holder) for holder in holders(config.model, config.corpus.sequence_length)]
+
+
+def _vocabulary(about: Mapping[str, Any]) -> Any:
+    model = about.get("model")
+    return model.get("vocab_size") if isinstance(model, dict) else None
 
 
 def extra_states(model: ModelConfig, modules: Sequence[str] = LINEAR) -> list[str]:
