@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -12,8 +15,10 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -381,6 +386,29 @@ def test_what_went_through_transformers_goes_on_to_its_format(mesh, tmp_path, na
 def test_noise_that_a_format_cannot_tell_is_refused(mesh, tmp_path, dtype):
     with pytest.raises(UsageError, match=r"cannot be of the format xllm: model.state_std is 2.0, must be 0\.1443"):
         export(toy(tmp_path, "xllm", state_std=2.0), "xllm", tmp_path / "there", Silent(), dtype=dtype)
+
+
+def test_a_full_disk_is_told_as_what_it_is_and_the_call_made_again(mesh, tmp_path, monkeypatch):
+    """A made-up disk, which takes 40 kB of the pickle."""
+    ours = toy(tmp_path, "parcae")
+
+    @contextlib.contextmanager
+    def full(path: Path) -> Iterator[Any]:
+        class Full(io.BytesIO):
+            def write(self, content: Any) -> int:
+                if self.tell() + len(content) > 40_000:
+                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+                return super().write(content)
+
+        yield Full()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("loopscale.convert.formats.parcae.replacing", full)
+        with pytest.raises(OSError, match=r"No space left on device.*pytorch_model\.bin"):
+            export(ours, "parcae", tmp_path / "there", Silent())
+    assert not (tmp_path / "there").exists()
+    export(ours, "parcae", tmp_path / "there", Silent())
+    assert same(taken(tmp_path / "there"), weights_in(ours))
 
 
 def test_a_billion_layers_are_one_sentence(mesh, tmp_path):

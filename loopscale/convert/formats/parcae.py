@@ -175,7 +175,10 @@ class Parcae(Format):
             return
         yield from write_shards(folder, tensors, dtype, sys.maxsize)
         with safe_open(folder / SINGLE[0], "pt") as mapped, replacing(folder / PICKLE) as out:
-            torch.save({tensor.name: mapped.get_tensor(tensor.name) for tensor in tensors}, out)
+            try:
+                torch.save({tensor.name: mapped.get_tensor(tensor.name) for tensor in tensors}, out)
+            except RuntimeError as error:
+                raise error.__context__ or error from None  # behind a full disk's error torch has one of its own
         (folder / SINGLE[0]).unlink()
 
     def tied(self, config: Config) -> Mapping[str, str]:
