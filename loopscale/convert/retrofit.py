@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopscale.config import Config, from_values
+from loopscale.convert.compare import Read
 from loopscale.convert.formats.base import Need, unmet
 from loopscale.convert.mapping import Ours, Rule
 from loopscale.errors import CheckpointError, UsageError
@@ -140,3 +141,15 @@ def injection(config: Config) -> dict[str, Tensor]:
         decay = torch.exp(-step * found["inject.A_log"].exp()) if model.inject == "diagonal" else torch.zeros(())
         found["inject.weight"] = identity * ((1 - decay) / step).unsqueeze(1)
     return found
+
+
+def stacked(plain: Config, read: Read, layers: Sequence[int]) -> tuple[Config, Read]:
+    """The plain model that has these ``layers`` of another, by number, one after the other: its configuration and weights."""
+    model = plain.model.model_copy(update={"core_layers": len(layers)})
+
+    def restacked(names: Sequence[str]) -> dict[str, Tensor]:
+        given = {n: re.sub(r"^core\.(\d+)", lambda layer: f"core.{layers[int(layer[1])]}", n) for n in names}
+        found = read(list(given.values()))
+        return {n: found[theirs] for n, theirs in given.items()}
+
+    return plain.model_copy(update={"model": model}), restacked

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from loopscale.convert.compare import Check, Different, Read, compared, logits, 
 from loopscale.convert.formats import FORMATS
 from loopscale.convert.formats.base import CONFIG, Format
 from loopscale.convert.mapping import Rule
-from loopscale.convert.retrofit import Plan, injection, looped, looped_rules, refuse_looped
+from loopscale.convert.retrofit import Plan, injection, looped, looped_rules, refuse_looped, stacked
 from loopscale.convert.tensors import Planned, Source, read_fp32
 from loopscale.corpus.progress import Progress
 from loopscale.corpus.tokenizer import end_of_text, load_tokenizer, vocabulary_size
@@ -76,10 +75,11 @@ def export(
             (work / form.tokenizer).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / "tokenizer.json", work / form.tokenizer)
             form.finish(work, config, dtype, run_of(Path(where), source), source.name)
-            expected, found = logits(config, _our_weights(reader)), _their_logits(form, work, form.read_about(work), config)
+            expected, found = logits(config, _our_weights(reader)), _read_back(form, work, config)
             theirs = form.logits(work, probe(config), range(1, len(found) + 1))
             if dtype != torch.float32:  # what is told below is what it rounds away, and nothing else
-                compared(logits(config, _rounded(rules, reader, dtype)), found, torch.float32)
+                rounded = _made_of(rules, lambda rule: _maker(rule, reader)().to(dtype).float())
+                compared(logits(config, rounded), found, torch.float32)
             if theirs is None:
                 return compared(expected, found, dtype)
             same_by_their_code(found, theirs)
@@ -118,6 +118,7 @@ def import_(
     source = form.source(place, config)
     rules, plan, made = form.rules(config, about), None, dict[str, Tensor]()
     _refuse_others(place, source, form, config, rules)
+    plain, theirs = config, _made_of(rules, lambda rule: read_fp32(source, rule.theirs))
     if retrofit is not None:
         refuse_looped(config)
         plan = retrofit(config.model.core_layers)
@@ -135,8 +136,10 @@ def import_(
     pieces += [Piece(f"weight/{name}", tuple(values.shape), (0,) * values.dim(), values) for name, values in made.items()]
     files: dict[str, str | bytes] = {"config.yaml": config_text(config), "tokenizer.json": words}
     with _building(out, content_digest([files["config.yaml"], form.name, str(plan), words.decode(), source.stamps])) as work:
-        stacks = [None] if plan is None else [plan.stack(r) for r in range(1, plan.compared + 1)]
-        expected = torch.cat([_their_logits(form, place, about, config, stack) for stack in stacks])  # each tensor can be read
+        if plan is None:
+            expected = logits(plain, theirs)  # before the rest, for it finds each tensor that cannot be read
+        else:
+            expected = torch.cat([logits(*stacked(plain, theirs, plan.stack(r))) for r in range(1, plan.compared + 1)])
         snapshot = store.Snapshot(0, pieces, {"step": 0, "converted_from": form.name}, files)
         store.save(_Work(work), snapshot, keep_parts=True)
         found = logits(config, _our_weights(PartReader(work)))
@@ -241,31 +244,26 @@ class _Work(Folder):
         pass
 
 
-def _their_logits(
-    form: Format, place: Path, about: Mapping[str, Any], like: Config, stack: Sequence[int] | None = None
-) -> Tensor:
-    """Logits of a model of theirs, by our model of what its configuration says, or of the plain model that has the layers
-    ``stack`` of it, by number, one after the other; of the tokens and the noise that ``like`` has, for most formats tell neither
-    a sequence length nor a seed."""
-    config = _config_of(form, about, place / form.configuration)
-    config = config.model_copy(update={"corpus": like.corpus, "run": like.run})
-    source = form.source(place, config)
-    made_of = {p.weight.name: (rule, i) for rule in form.rules(config, about) for i, p in enumerate(rule.parts)}
-
-    def theirs(name: str) -> str:
-        if stack is None:
-            return name
-        return re.sub(r"^core\.(\d+)", lambda layer: f"core.{stack[int(layer[1])]}", name)
+def _made_of(rules: Sequence[Rule], theirs: Callable[[Rule], Tensor]) -> Read:
+    """Our weights, of the tensors that ``theirs`` gives, fp32."""
+    place_of = {part.weight.name: (rule, i) for rule in rules for i, part in enumerate(rule.parts)}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        places = {n: made_of[theirs(n)] for n in names}
-        rules = {rule.theirs: rule for rule, _ in places.values()}
-        whole = {name: rule.back(read_fp32(source, name)) for name, rule in rules.items()}
+        places = {n: place_of[n] for n in names}
+        whole = {name: rule.back(theirs(rule)) for name, rule in {rule.theirs: rule for rule, _ in places.values()}.items()}
         return {n: whole[rule.theirs][i] for n, (rule, i) in places.items()}
 
-    if stack is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"core_layers": len(stack)})})
-    return logits(config, read)
+    return read
+
+
+def _read_back(form: Format, folder: Path, like: Config) -> Tensor:
+    """Logits of a folder of theirs, by our model of what its configuration says; of the tokens and the noise that ``like`` has,
+    for most formats tell neither a sequence length nor a seed."""
+    about = form.read_about(folder)
+    told = _config_of(form, about, folder / form.configuration)
+    config = told.model_copy(update={"corpus": like.corpus, "run": like.run})
+    source = form.source(folder, config)
+    return logits(config, _made_of(form.rules(config, about), lambda rule: read_fp32(source, rule.theirs)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,18 +319,6 @@ def _plan_left_in(work: Path) -> str | None:
 
 def _our_weights(reader: PartReader) -> Read:
     return lambda names: {n: _stored(reader, n) for n in names}
-
-
-def _rounded(rules: Sequence[Rule], reader: PartReader, dtype: torch.dtype) -> Read:
-    """Our weights as they are when theirs of them were stored as ``dtype``."""
-    made_of = {part.weight.name: (rule, i) for rule in rules for i, part in enumerate(rule.parts)}
-
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        owned = {rule.theirs: rule for rule, _ in (made_of[n] for n in names)}
-        whole = {theirs: rule.back(_maker(rule, reader)().to(dtype).float()) for theirs, rule in owned.items()}
-        return {n: whole[rule.theirs][i] for n in names for rule, i in [made_of[n]]}
-
-    return read
 
 
 def _maker(rule: Rule, reader: PartReader) -> Callable[[], Tensor]:

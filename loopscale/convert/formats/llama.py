@@ -76,10 +76,8 @@ class Llama(Format):
     def values(self, about: Mapping[str, Any]) -> Values:
         must_be(about, "model_type", "llama", "mistral")
         must_be(about, "hidden_act", "silu")
-        for key, *allowed in (
-            ("attention_bias", False), ("mlp_bias", False), ("rope_interleaved", False),
-        ):  # fmt: skip
-            must_be(about, key, *allowed)
+        for key in ("attention_bias", "mlp_bias", "rope_interleaved"):
+            must_be(about, key, False)
         window = 4096 if about["model_type"] == "mistral" else None  # where the file does not tell
         must_be({"sliding_window": window, **about}, "sliding_window", None)
         groups = {"num_key_value_heads": about.get("num_attention_heads")}  # where the file does not tell
@@ -106,17 +104,7 @@ class Llama(Format):
         }
 
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
-        names, ours = self.tensors, Ours.of(config.model, config.corpus.sequence_length)
-        rules = [ours.same(names["embed"], "embedding.tokens")]
-        for i, layer in enumerate(ours.layers()):
-            at = {own: f"{names['layer'].format(i)}{theirs}.weight" for own, theirs in names.items()}
-            rules += [ours.gain(at[x], f"{layer}.{x}", centered=False) for x in ("attention_norm", "mlp_norm")]
-            rules += [ours.turned(at[x], f"{layer}.{x}", turn=self.turn) for x in "qkv"]
-            rules += [ours.same(at[x], f"{layer}.{x}") for x in ("out", "gate", "up", "down")]
-        rules.append(ours.gain(names["norm"], "readout.norm", centered=False))
-        if not config.model.tied_head:
-            rules.append(ours.same(names["head"], "head"))
-        return rules
+        return rules_of_transformers(config, self.tensors, self.turn)
 
     def tied(self, config: Config) -> Mapping[str, str]:
         return {self.tensors["head"]: self.tensors["embed"]} if config.model.tied_head else {}
@@ -126,6 +114,21 @@ class Llama(Format):
 
     def logits(self, folder: Path, tokens: Tensor, depths: Sequence[int]) -> Tensor | None:
         return by_transformers(folder, tokens, depths)
+
+
+def rules_of_transformers(config: Config, names: Mapping[str, str], turn: Turn) -> list[Rule]:
+    """Of embedding, layers with the norms that are named, last norm and head, as :attr:`Llama.tensors` names them."""
+    ours, norms = Ours.of(config.model, config.corpus.sequence_length), [own for own in names if own.endswith("_norm")]
+    rules = [ours.same(names["embed"], "embedding.tokens")]
+    for i, layer in enumerate(ours.layers()):
+        at = {own: f"{names['layer'].format(i)}{theirs}.weight" for own, theirs in names.items()}
+        rules += [ours.gain(at[x], f"{layer}.{x}", centered=False) for x in norms]
+        rules += [ours.turned(at[x], f"{layer}.{x}", turn=turn) for x in "qkv"]
+        rules += [ours.same(at[x], f"{layer}.{x}") for x in ("out", "gate", "up", "down")]
+    rules.append(ours.gain(names["norm"], "readout.norm", centered=False))
+    if not config.model.tied_head:
+        rules.append(ours.same(names["head"], "head"))
+    return rules
 
 
 def _rope_base(about: Mapping[str, Any]) -> float:

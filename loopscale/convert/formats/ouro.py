@@ -19,13 +19,15 @@ from loopscale.convert.formats.base import (
     number,
     values_of_transformers,
 )
+from loopscale.convert.formats.llama import TENSORS as LLAMA
+from loopscale.convert.formats.llama import rules_of_transformers
 from loopscale.convert.mapping import Ours, Rule
 
-NORMS = {
-    "input_layernorm": "attention_norm",
-    "input_layernorm_2": "attention_post_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_layernorm_2": "mlp_post_norm",
+TENSORS = LLAMA | {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "input_layernorm_2",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_attention_layernorm_2",
 }
 
 
@@ -95,19 +97,9 @@ class Ouro(Format):
         }
 
     def rules(self, config: Config, about: Mapping[str, Any]) -> list[Rule]:
-        model, ours = config.model, Ours.of(config.model, config.corpus.sequence_length)
-        rules = [ours.same("model.embed_tokens.weight", "embedding.tokens")]
-        for i, layer in enumerate(ours.layers()):
-            at = f"model.layers.{i}"
-            rules += [ours.gain(f"{at}.{theirs}.weight", f"{layer}.{own}", centered=False) for theirs, own in NORMS.items()]
-            rules += [ours.turned(f"{at}.self_attn.{x}_proj.weight", f"{layer}.{x}", turn="halves") for x in "qkv"]
-            rules.append(ours.same(f"{at}.self_attn.o_proj.weight", f"{layer}.out"))
-            rules += [ours.same(f"{at}.mlp.{x}_proj.weight", f"{layer}.{x}") for x in ("gate", "up", "down")]
-        rules.append(ours.gain("model.norm.weight", "readout.norm", centered=False))
-        rules += [ours.same(f"model.early_exit_gate.{x}", f"gate.{x}") for x in ("weight", "bias")]
-        if not model.tied_head:
-            rules.append(ours.same("lm_head.weight", "head"))
-        return rules
+        ours = Ours.of(config.model, config.corpus.sequence_length)
+        gate = [ours.same(f"model.early_exit_gate.{x}", f"gate.{x}") for x in ("weight", "bias")]
+        return rules_of_transformers(config, TENSORS, "halves") + gate
 
     def tied(self, config: Config) -> Mapping[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if config.model.tied_head else {}
+        return {TENSORS["head"]: TENSORS["embed"]} if config.model.tied_head else {}
